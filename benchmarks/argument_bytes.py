@@ -33,7 +33,8 @@ def argument_bytes(params, count, stage):
 
     plan = zerojax.plan(make_state, stage=stage, mesh=mesh, precision=precision)
     state = plan.abstract()
-    shardings = plan.shard_shardings if plan.sharded["grads"] else plan.shardings
+    places = [leaf.update if plan.groups.grads else leaf.rest for leaf in plan.leaves]
+    shardings = [place.sharding(plan.mesh) for place in places]
     (where,) = (s for s, leaf in zip(shardings, plan.leaves, strict=True) if leaf.kind == "params")
     grads = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where)}
     # Without keep_unused, parameters that an update of masters does not read would vanish.

@@ -30,7 +30,6 @@ SETTINGS = {
     "gather float8_e4m3fn": {"gather": "float8_e4m3fn"},
     "reduce int8": {"reduce": "int8"},
     "reduce int4": {"reduce": "int4"},
-    "reduce int4, stochastic": {"reduce": zerojax.Quantized("int4", stochastic=True)},
     "gather int8, reduce int8": {"gather": "int8", "reduce": "int8"},
     "gather int8, reduce int4": {"gather": "int8", "reduce": "int4"},
 }

@@ -224,7 +224,7 @@ ROWS = {
     "codes, some": Row("gpt", dict(groups={"params": "gpu"}) | NODES, dict(
         precision=lambda: zerojax.Precision(
             gather={"qkv": zerojax.Quantized("float8_e4m3fn", block=64), "up": "bfloat16"},
-            reduce=zerojax.Quantized("int4", stochastic=True),
+            reduce=zerojax.Quantized("int4"),
         )
     )),
     "codes, slow axis": Row(

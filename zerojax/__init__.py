@@ -24,18 +24,18 @@ if typing.TYPE_CHECKING:
     from zerojax._loss.mean import mean as mean
     from zerojax._loss.pad_batch import pad_batch as pad_batch
     from zerojax._plan.mesh import mesh as mesh
-    from zerojax._plan.place import (
+    from zerojax._plan.offload import Offload as Offload
+    from zerojax._plan.plan import Plan as Plan
+    from zerojax._plan.planner import (
         full_params as full_params,
+        plan as plan,
         shard_train_state as shard_train_state,
         unpad as unpad,
     )
-    from zerojax._plan.plan import Plan as Plan
-    from zerojax._plan.planner import plan as plan
     from zerojax._plan.precision import Precision as Precision
     from zerojax._run.processes import initialize as initialize
     from zerojax._step.grad import value_and_grad as value_and_grad
     from zerojax._step.step import eval_step as eval_step, train_step as train_step
-    from zerojax._update.offload import Offload as Offload
     from zerojax._wire.codecs import Quantized as Quantized
     from zerojax.tools._audit.audit import audit as audit
     from zerojax.tools._forecast.forecast import forecast as forecast
@@ -55,14 +55,13 @@ _EXPORTS = {
     "_loss.mean": ["mean"],
     "_loss.pad_batch": ["pad_batch"],
     "_plan.mesh": ["mesh"],
-    "_plan.place": ["full_params", "shard_train_state", "unpad"],
     "_plan.plan": ["Plan"],
-    "_plan.planner": ["plan"],
+    "_plan.planner": ["full_params", "plan", "shard_train_state", "unpad"],
     "_plan.precision": ["Precision"],
     "_run.processes": ["initialize"],
     "_step.grad": ["value_and_grad"],
     "_step.step": ["eval_step", "train_step"],
-    "_update.offload": ["Offload"],
+    "_plan.offload": ["Offload"],
     "tools._verify.verify": ["verify"],
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}

@@ -31,7 +31,7 @@ from zerojax import _compat
 from zerojax._declared import Options, option, takes
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.trace import split_aux
-from zerojax._plan import move as _move, place as _place
+from zerojax._plan import move as _move, planner as _planner
 from zerojax._plan.plan_options import PlanOptions
 from zerojax._plan.precision import storing
 from zerojax._state import carried as _carried, nnx_state as _nnx_state, refusals as _refusals
@@ -101,7 +101,7 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
     else:
         source = state(model, optimizer)
     planned = {f.name: getattr(options, f.name) for f in dataclasses.fields(PlanOptions)}
-    placed = _place.shard_train_state(source, **planned)
+    placed = _planner.shard_train_state(source, **planned)
     tx = getattr(optimizer.tx, "original", optimizer.tx)
     stored = storing(tx, optimizer.opt_state, options.precision)
     if stored is not tx:  # the optimizer gets variables for a state of another structure

@@ -114,7 +114,7 @@ def test_the_plan_says_where_and_how():
     assert "optimizer state in host memory" in lamb
     pair = (stacks.stacks().params, stacks.stacks().opt_state)
     without = planned(ALL, pair)
-    assert "host, updated as tx= allows: the plan was given none" in str(without)
+    assert "host, updated as tx= allows: this plan has no tx=" in str(without)
     plan = zerojax.plan(pair, mesh=make_mesh(2), offload=ALL, tx=stacks.adam())
     assert "host, updated layer by layer" in str(plan)
     assert plan == without, "both place the state alike"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerojax._update.offload import POOL_LIMIT, check_pool, told_of_pool
+from zerojax._plan.offload import POOL_LIMIT, check_pool, told_of_pool
 
 GIB = 2**30
 
@@ -21,6 +21,6 @@ def test_more_than_xla_pins_is_refused(monkeypatch):
 @pytest.mark.parametrize("limit", ["64GB", "-1", "0", ""])
 def test_a_limit_that_is_no_number_is_refused(limit, monkeypatch):
     monkeypatch.setenv(POOL_LIMIT, limit)
-    with pytest.raises(ValueError, match=rf"'{limit}' is no number of GiB\. Set it to 64"):
+    with pytest.raises(ValueError, match=rf"'{limit}' must be a number of GiB\. Set it to 64"):
         check_pool(1)
     assert told_of_pool(0) == []

@@ -76,8 +76,6 @@ def ways_of(tx, params):
 
 def looped(x):
     x, _ = lax.scan(lambda c, y: (0.5 * c + y, None), x, jnp.arange(3.0))
-    goes_on, body = lambda c: c[0] < 2, lambda c: (c[0] + 1, jnp.sin(c[1]))
-    x = lax.while_loop(goes_on, body, (0, x))[1]
     return lax.cond(jnp.float32(2) > 1, lambda x: x + 1, lambda x: x - 1, x)
 
 
@@ -89,7 +87,6 @@ KEEP = {
     "expanded": lambda x: (x[:, None] * jnp.ones((1, 2, 1, 1)))[:, 0],
     "slice": lambda x: x[:, 1:3, ::2],
     "concatenated": lambda x: jnp.concatenate([x, 2 * x], axis=1),
-    "sorted": lambda x: jnp.sort(x, axis=2),
     "argmax": lambda x: jnp.argmax(x, axis=2),
     "times a matrix": lambda x: x @ FREE,
     "batched product": lambda x: jnp.einsum("lab,lcb->lac", x, x),
@@ -221,7 +218,7 @@ ON_ONE = NamedSharding(AbstractMesh((1,), ("x",)), P())
         (OPTIMIZERS["multi_steps"](), TOGETHER),
         (optax.chain(optax.adaptive_grad_clip(0.1), optax.adamw(1e-3)), OTHER),
         (each(lambda g, s: s + g / g.shape[1]), "div mixes shards"),
-        (each(lambda g, s: s + jnp.flip(g, 1)), "rev mixes shards"),
+        (each(lambda g, s: s + jnp.flip(g, 1)), "rev mixes layers"),
         (each(lambda g, s: s + g.mean(1, keepdims=True)), "reduce_sum mixes shards"),
         (tracing(with_others), TOGETHER),
         (tracing(for_others), "the update of other leaves reads its gradient"),

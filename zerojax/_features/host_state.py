@@ -2,9 +2,9 @@
 
 Gains, modelled for 7.5B on 8 H100s at 50 GB/s (JAX 0.12): a peak of 7.8 GiB for 14.7 with the
 optimizer state in host memory, and 553 ms for 535; with the parameters 4.4 GiB and 722 ms. The
-whole tree, fetched at once, takes 16.8 GiB and 779 ms. Costs 140 lines of code, 90 for what rests
-where (`offload.py`), and 350, which updates in backward need too, for what of an update can run
-layer by layer (`_update/rules.py`, `_update/update.py`).
+whole tree, fetched at once, takes 16.8 GiB and 779 ms. Costs 170 lines of code, 90 for what rests
+where (`_plan/offload.py`), and 350, which updates in backward need too, for what of an update can
+run layer by layer (`_update/rules.py`, `_update/update.py`).
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from jax import Array, lax
 
 from zerojax import _compat
 from zerojax._kernel.arrays import Index, sliced, written
+from zerojax._kernel.device import at_rest, scattered, updated
 from zerojax._kernel.places import LeafPlan
 from zerojax._plan.padding import padded, unpadded
 from zerojax._plan.plan import Plan
@@ -69,7 +70,7 @@ class Streamed:
         for at, leaf in enumerate(plan.leaves, self.first):
             # A user may have moved some of it to the devices.
             if not (leaf.is_on_host and _compat.is_on_host(values[at])):
-                self.values[at] = plan.scattered(values[at], leaf)
+                self.values[at] = scattered(values[at], leaf, plan.mesh)
         shapes = list(map(_shape, self.values, update.shapes))
         streamed = {i for i, value in enumerate(self.values) if _compat.is_on_host(value)}
         self.update = InParts(update, shapes, streamed, plan.stacks)
@@ -122,7 +123,7 @@ class Streamed:
                 for k, layer in zip(part.outputs, new, strict=True):
                     stack = written(values[self.first + k], layer, i)
                     # Where weights rest whole, XLA would carry the shards that were updated.
-                    values[self.first + k] = self.plan.at_rest(stack, self.plan.leaves[k])
+                    values[self.first + k] = at_rest(stack, self.plan.leaves[k], self.plan.mesh)
             return values, _on_device(new)
 
         def early(i: Index, carry: tuple[list[Array], list[Array]]) -> tuple[list, list]:
@@ -164,12 +165,13 @@ class Streamed:
         for at, value in zip(part.inputs, resting, strict=True):
             values[at], leaf = value, self.leaves[at]
             if i is not None:
-                value, leaf = self.plan.at_rest(sliced(value, i), leaf), _one_layer(leaf)
+                value = at_rest(sliced(value, i), leaf, self.plan.mesh)
+                leaf = _one_layer(leaf)
             if leaf.rest.on_device != leaf.update:
                 # XLA would slice in host memory what a device updates of it, and by a kernel.
                 value = lax.optimization_barrier(_compat.fetched(value))
                 value = _compat.constrained(value, leaf.rest.on_device.sharding(self.plan.mesh))
-            state.append(self.plan.scattered(value, leaf))
+            state.append(scattered(value, leaf, self.plan.mesh))
         return values, state
 
     def updated(
@@ -188,10 +190,10 @@ class Streamed:
         for n, k in enumerate(part.outputs):
             leaf = self.plan.leaves[k] if i is None else _one_layer(self.plan.leaves[k])
             if leaf.is_on_host:
-                value = self.plan.updated(results[n], leaf)
+                value = updated(results[n], leaf, self.plan.mesh)
                 if value.shape != leaf.padded_shape:  # padded as it was updated
                     value = padded(unpadded(value, leaf.shape), leaf.padded_shape)
-                results[n] = self.plan.at_rest(value, leaf)
+                results[n] = at_rest(value, leaf, self.plan.mesh)
         return results
 
 

@@ -84,7 +84,12 @@ def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str
     for kind, names in given.items():
         if kind not in KINDS:
             raise ValueError(f"groups= has the key {kind!r}. Name one of {', '.join(KINDS)}.")
-        over[kind] = _names(kind, names)
+        over[kind] = as_names(names)
+        if over[kind] is None:
+            raise TypeError(
+                f"groups= shards {kind} over {names!r}. Name an axis of the mesh, or several: "
+                "('gpu', 'node'); () replicates."
+            )
         if unknown := beyond(over[kind], axes):
             raise ValueError(
                 f"groups= shards {kind} over {over[kind]}, but the batch is split over {axes}, "
@@ -106,13 +111,11 @@ def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str
     return Groups(**{kind: tuple(a for a in order if a in names) for kind, names in over.items()})
 
 
-def _names(kind: str, given: str | Sequence[str]) -> Axes:
-    names = (given,) if isinstance(given, str) else given
+def as_names(names: object) -> Axes | None:
+    """Returns a name, or a sequence of them, as a tuple; None for anything else."""
+    names = (names,) if isinstance(names, str) else names
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"groups= shards {kind} over {given!r}. Name an axis of the mesh, or several axes: "
-            "('gpu', 'node'); () replicates."
-        )
+        return None
     return tuple(names)
 
 

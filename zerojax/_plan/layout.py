@@ -1,4 +1,4 @@
-"""A plan as data, made from shapes and immutable: where every leaf of a state lives."""
+"""A plan as immutable data, made from shapes: where every leaf of a state lives."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from zerojax._update.update import InParts, Part, Update, on_no_mesh
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Layout:
-    """A plan as data: what the pictures, tables and digests of a plan read.
+    """The data of a plan, which its pictures, tables and digests read.
 
     The batch is split over `batch_axes`, and the loss is the mean over them. `groups` says over
     which of them each kind of array is sharded.
@@ -27,10 +27,10 @@ class Layout:
     batch_axes: Axes
     groups: Groups
     leaves: tuple[LeafPlan, ...]
-    # Not compared: a state's static fields are in it, and differ from call to call.
+    # Not compared, because a state's static fields are in it, which differ from call to call.
     treedef: TreeDef = dataclasses.field(compare=False)
     precision: Precision | None = None
-    # Not compared either: it is a trace of the optimizer. None: the plan was given none.
+    # Not compared either, because it is a trace. None for a plan without an optimizer.
     update: Update | None = dataclasses.field(default=None, compare=False)
 
     @functools.cached_property
@@ -49,16 +49,9 @@ class Layout:
         return axes_size(self.mesh, self.batch_axes)
 
     @property
-    def sharded(self) -> dict[str, bool]:
-        """Whether each kind of array is sharded."""
-        groups = self.groups
-        kinds = {OPT_STATE: groups.opt_state, "grads": groups.grads, PARAMS: groups.params}
-        return {kind: bool(axes) for kind, axes in kinds.items()}
-
-    @property
     def is_grouped(self) -> bool:
         """Whether some kind of array is sharded, but not over all axes of the batch."""
-        kinds = (self.groups.params, self.groups.grads, self.groups.opt_state)
+        kinds = vars(self.groups).values()
         return any(axes and set(axes) != set(self.batch_axes) for axes in kinds)
 
     @functools.cached_property
@@ -72,13 +65,15 @@ class Layout:
         if not self.offloads or self.update is None:
             return {}
         inputs = enumerate(self.leaves, len(self.params))
-        there = {i: leaf.path for i, leaf in inputs if leaf.is_on_host}
+        paths = {i: leaf.path for i, leaf in inputs if leaf.is_on_host}
         try:
             with on_no_mesh():
-                parts = InParts(self.update, self.update.shapes, there.keys(), self.stacks).parts
-        except Exception:  # the step will raise what is wrong with an update
+                parts = InParts(self.update, self.update.shapes, paths.keys(), self.stacks).parts
+        # An update is a user's code, and may raise anything. The step raises it where it matters;
+        # here it would only keep a plan from being printed.
+        except Exception:
             return {}
-        return {there[i]: part for part in parts for i in part.inputs}
+        return {paths[i]: part for part in parts for i in part.inputs}
 
     @functools.cached_property
     def stacks(self) -> set[int]:
@@ -97,11 +92,14 @@ class Layout:
 
     @functools.cached_property
     def positions(self) -> dict[str, dict[str, int]]:
-        """The position of each leaf in a state, by its kind and its path within that kind."""
-        found: dict[str, dict[str, int]] = {PARAMS: {}, OPT_STATE: {}, OTHER: {}}
+        """The position of each leaf in a state, by its kind and its path within that kind.
+
+        All leaves are also there by "" and their full paths.
+        """
+        by_kind: dict[str, dict[str, int]] = {PARAMS: {}, OPT_STATE: {}, OTHER: {}, "": {}}
         for i, leaf in enumerate(self.leaves):
-            found[leaf.kind][leaf.path.partition("/")[2]] = i
-        return found
+            by_kind[""][leaf.path] = by_kind[leaf.kind][leaf.path.partition("/")[2]] = i
+        return by_kind
 
     @property
     def params(self) -> list[LeafPlan]:
@@ -109,18 +107,13 @@ class Layout:
 
     @functools.cached_property
     def absent(self) -> set[str]:
-        """The axes that the model is annotated with and the mesh lacks: nothing is over them."""
+        """The axes that the model is annotated with and the mesh lacks: they shard nothing."""
         return {axis for leaf in self.leaves for axis in leaf.absent}
 
     @functools.cached_property
     def shardings(self) -> list[NamedSharding]:
         """The place of each leaf between steps, in the order of `jax.tree.leaves(state)`."""
         return [leaf.rest.sharding(self.mesh) for leaf in self.leaves]
-
-    @functools.cached_property
-    def shard_shardings(self) -> list[NamedSharding]:
-        """The place of each leaf while the optimizer updates it."""
-        return [leaf.update.sharding(self.mesh) for leaf in self.leaves]
 
     def bytes_per_device(self) -> dict[str, int]:
         """Returns the bytes in the memory of each device between steps, by kind of state."""
@@ -140,7 +133,7 @@ class Layout:
     def regathering(self, regather: bool | str | Sequence[str]) -> Self:
         """Returns the plan of a step whose backward gathers parameters over these axes again.
 
-        What was gathered over the others is kept.
+        The step keeps what forward gathered over the others.
         """
         over = self.groups.params
         if isinstance(regather, bool):
@@ -156,9 +149,9 @@ class Layout:
             return self
         if not kept or kept != over[: len(kept)]:
             raise ValueError(
-                f"regather={regather} would gather parameters over {beyond(over, kept)} first, "
-                f"which shard within {kept}: they are sharded over {over}, from the fastest axis "
-                f"on. Name the first of these: regather={over[0]!r}."
+                f"regather={regather} would keep parameters gathered over {beyond(over, kept)}, "
+                f"but they are sharded over {over}, the fastest axis first, and backward can "
+                f"gather again only over the first of these. Pass regather={over[0]!r}."
             )
         leaves = [
             dataclasses.replace(leaf, near=leaf.near.over(kept)) if leaf.kind == PARAMS else leaf
@@ -167,8 +160,8 @@ class Layout:
         return dataclasses.replace(self, leaves=tuple(leaves))
 
     def kept_bytes(self) -> int:
-        """Returns the bytes on each device of the parameters that a step keeps at `near`, where
-        that is not where they rest, in their own dtypes."""
+        """Returns the bytes on each device of the parameters that a step keeps at `near`, in their
+        own dtypes; those that rest there do not count."""
         kept = [leaf for leaf in self.params if leaf.near.axes != leaf.rest.axes]
         return sum(leaf.bytes_at(leaf.near, self.mesh) for leaf in kept)
 

@@ -1,7 +1,6 @@
 """The devices of a plan, and the mesh axes that ZeRO shards over."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +13,6 @@ from zerojax import _compat
 from zerojax._kernel.places import axes_size
 from zerojax._run import processes as _processes
 from zerojax._types import Device
-from zerojax._warn import warn
 
 DEFAULT_AXIS = "data"
 
@@ -196,22 +194,3 @@ def _hosts(mesh: Mesh) -> np.ndarray:
     listed = hasattr(devices[0], "slice_index") and not _compat.is_compile_only(devices[0])
     hosts = [device.slice_index if listed else device.process_index for device in devices]
     return np.reshape(hosts, mesh.devices.shape)
-
-
-def sums_narrow(mesh: Mesh, axes: Sequence[str]) -> bool:
-    """Whether XLA compiles sums over `axes` in bfloat16.
-
-    For CPU devices, and beside axes over which XLA shards as it likes, it aborts the process
-    ("Invalid binary instruction opcode copy"): where it widens such a sum, it does not know the
-    reduction that the partitioner wrote.
-    """
-    return mesh.devices.flat[0].platform != "cpu" or set(mesh.axis_names) <= set(axes)
-
-
-@functools.cache  # once in a process
-def say_alone(platform: str) -> None:
-    warn(
-        f"there is one {platform} device, so a stage shards nothing. Use more, or emulate some "
-        "before JAX starts: jax.config.update('jax_num_cpu_devices', 8). Where one is meant, say "
-        "so with mesh=."
-    )

@@ -1,8 +1,7 @@
 """The optimizer: its update, traced once for a plan and its steps, and the specs of its state.
 
-Specs come from JAX's sharding types rather than from names. Initialised on abstract parameters
-that carry their specs on a mesh of Explicit axes, any optax state comes back with a spec for each
-leaf.
+Specs come from JAX's sharding types, not from names. `tx.init`, called on abstract parameters that
+carry their specs on a mesh of Explicit axes, returns any optax state with a spec for each leaf.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from zerojax._kernel.jaxprs import Atom, is_var
+from zerojax._kernel.jaxprs import is_var
 from zerojax._kernel.places import Rule
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.state import Leaf, leaves_with_paths, shape_dtype
@@ -32,56 +31,59 @@ def typed_state(
 ) -> tuple[PyTree, str | None]:
     """Returns the shapes of a state's optimizer state, each with its spec as `.sharding`.
 
-    They are those that padded parameters give, because types with a spec must divide. Where JAX
-    cannot say, returns None and the reason. Raises where `tx.init` makes another tree.
+    The shapes are those for padded parameters, because types with a spec must divide. Where JAX
+    cannot tell, returns None and the reason. Raises if `tx.init` makes another tree.
     """
     opt_state = _state.get_opt_state(state)
     if tx is None or opt_state is None:
         return None, None
     params, treedef = jax.tree.flatten(jax.tree.map(shape_dtype, _state.get_params(state)))
     try:
-        made = jax.eval_shape(tx.init, treedef.unflatten(params))
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # a tracer was asked for a value
+        plain = jax.eval_shape(tx.init, treedef.unflatten(params))
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # it reads the value of a tracer
         return None, "tx.init needs values"  # as will the update, which raises then
-    _check_match(opt_state, made)
+    _check_match(opt_state, plain)
     explicit = dict.fromkeys(rule.mesh.axis_names, AxisType.Explicit)
     typed_mesh = rule.mesh.abstract_mesh.update_axis_types(explicit)
-
-    def typed(param: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        shape, sharding = rule.padded_shape(param.shape, spec), NamedSharding(typed_mesh, spec)
-        return jax.ShapeDtypeStruct(shape, param.dtype, sharding=sharding)
-
+    typed = [
+        param.update(
+            shape=rule.padded_shape(param.shape, spec), sharding=NamedSharding(typed_mesh, spec)
+        )
+        for param, spec in zip(params, specs, strict=True)
+    ]
     try:
         with jax.sharding.use_abstract_mesh(typed_mesh):
-            padded = jax.eval_shape(tx.init, treedef.unflatten(map(typed, params, specs)))
+            padded = jax.eval_shape(tx.init, treedef.unflatten(typed))
+    # What cannot propagate a spec raises errors of many types; `tx.init` itself has run above.
     except Exception as error:
-        return None, f"tx.init does what sharding types refuse ({type(error).__name__})"
-    if jax.tree.structure(padded) != jax.tree.structure(made):
-        return None, "tx.init makes another tree of padded parameters"
+        return None, f"sharding types refuse what tx.init does ({type(error).__name__})"
+    if jax.tree.structure(padded) != jax.tree.structure(plain):
+        return None, "tx.init makes another tree for padded parameters"
     return padded, None
 
 
-def _check_match(opt_state: PyTree, made: PyTree) -> None:
-    """Raises where an optimizer state is not what `tx.init(params)` has made."""
+def _check_match(opt_state: PyTree, remade: PyTree) -> None:
+    """Raises if an optimizer state is not what `tx.init(params)` has made."""
     have, want = (
         {leaf.name: tuple(shape_dtype(leaf.value).shape) for leaf in leaves_with_paths(tree)}
-        for tree in (opt_state, made)
+        for tree in (opt_state, remade)
     )
     remedy = "Make it again: opt_state = tx.init(params)."
     for path in [*sorted(have.keys() ^ want.keys()), *have]:
-        if path not in want:
+        shape, wanted = have.get(path), want.get(path)
+        if shape == wanted:
+            continue
+        if wanted is None:
             odd = "is only in the state"
-        elif path not in have:
+        elif shape is None:
             odd = "is missing from the state"
-        elif have[path] != want[path]:
-            odd = f"has shape {have[path]}, and tx.init(params) makes {want[path]}"
-            if have[path][1:] == want[path]:
+        else:
+            odd = f"has shape {shape}, and tx.init(params) makes {wanted}"
+            if shape[1:] == wanted:
                 remedy = (
                     "If the state is a stack of copies, as for jax.pmap, pass one of them: "
                     "flax.jax_utils.unreplicate(state)."
                 )
-        else:
-            continue
         raise ValueError(f"optimizer and parameters do not match: opt_state/{path} {odd}. {remedy}")
 
 
@@ -95,27 +97,6 @@ def followed(
         if same_place and shape_dtype(param.value).shape == shape_dtype(leaf.value).shape:
             return spec, None if any(spec) else f"follows {param.name}, which is replicated"
     return None
-
-
-def from_matching_shapes(
-    leaf: Leaf,
-    params: Sequence[tuple[Leaf, PartitionSpec]],
-    rule: Rule | None,
-    why: str | None = None,
-) -> tuple[PartitionSpec, str | None]:
-    """Returns the spec of the parameter that a leaf follows, or else what `rule` says of its shape.
-
-    `why` is why nothing better is known.
-    """
-    found = followed(leaf, params)
-    if found is not None:
-        return found
-    if rule is None:
-        return PartitionSpec(), "neither a parameter nor optimizer state"
-    spec, reason = rule(leaf.name, shape_dtype(leaf.value).shape, PartitionSpec(), 0)
-    return spec, "; ".join(
-        filter(None, (reason, why and f"sharded by its shape alone: {why}"))
-    ) or None
 
 
 def apply_gradients(
@@ -138,8 +119,8 @@ def apply_gradients(
 def next_state(
     tx: optax.GradientTransformation | None, guard: Guard | None, *inputs: PyTree
 ) -> PyTree:
-    """Returns a state after its update, from the gradients, the state, new fields for it, and
-    whether the step is finite, for a guard against what is not."""
+    """Returns a state after its update. `inputs` are the gradients, the state, its new fields, and
+    whether the step is finite, which a guard against steps that are not wants to know."""
     grads, state, fields, is_finite = inputs
     with jax.named_scope("optimizer"):
         new = _refusals.updated(apply_gradients, state, grads, tx, fields)
@@ -152,7 +133,7 @@ def update_of(
     names: Sequence[str] = (),
     guard: Guard | None = None,
 ) -> Update:
-    """Returns the update of a state, of which only shapes are read, with these fields new."""
+    """Returns the update of a state, which replaces these fields; it reads shapes only."""
     state = jax.tree.map(shape_dtype, state)
     params = _state.get_params(state)
     grads = jax.tree.map(lambda p: zero_gradient(p) if is_key(p) else p, params)
@@ -170,21 +151,22 @@ def update_of(
 def frozen_params(state: PyTree, update: Update) -> list[bool]:
     """Returns, for each parameter of a state, whether its update never reads its gradient.
 
-    Where the update cannot be traced, all gradients count as read. It may need values or further
-    arguments, or be wrong; the step will raise that.
+    If the update cannot be traced, all gradients count as read.
     """
     params = jax.tree.leaves(jax.tree.map(shape_dtype, _state.get_params(state)))
     try:
         with on_no_mesh():
             program = update.traced(update.shapes)
+    # An update is a user's code. It may need values or further arguments, or be wrong: the step,
+    # which has these values, raises whatever the error is.
     except Exception:
         return [False] * len(params)
     is_shapes = all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
     if is_shapes and any(isinstance(value, Tracer) for value in program.constants.values()):
         raise ValueError(
-            "the optimizer keeps an array from within the trace of the function that makes the "
-            "state. Pass zerojax.plan or shard_train_state the function itself, not its "
-            "jax.eval_shape; where that does not help, make the optimizer outside of the function."
+            "the optimizer holds a tracer of the function that makes the state. Pass that function "
+            "itself to zerojax.plan or shard_train_state, not its jax.eval_shape; if that does not "
+            "help, make the optimizer outside of the function."
         )
     read = program.read()
     return [jnp.issubdtype(p.dtype, jnp.inexact) and i not in read for i, p in enumerate(params)]
@@ -193,7 +175,7 @@ def frozen_params(state: PyTree, update: Update) -> list[bool]:
 def moments(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> list[bool]:
     """Returns which leaves of an optimizer state are moments, or other running sums of gradients.
 
-    They are float arrays that follow a parameter, and do not start as that parameter.
+    Those are float arrays that follow a parameter, and do not start as that parameter.
     """
     values, treedef = jax.tree.flatten(jax.tree.map(shape_dtype, params))
 
@@ -204,11 +186,11 @@ def moments(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree)
         program = Update(init, values).traced(values)
     read = program.origins(range(len(values)))
     own = [(leaf, PartitionSpec()) for leaf in leaves_with_paths((params,))]
-
-    def is_moment(leaf: Leaf, start: Atom) -> bool:
-        found = shape_dtype(leaf.value)
-        is_array = bool(found.shape) and jnp.issubdtype(found.dtype, jnp.floating)
+    are_moments = []
+    for leaf, start in zip(leaves_with_paths(opt_state), program.outvars, strict=True):
+        struct = shape_dtype(leaf.value)
+        is_float = jnp.issubdtype(struct.dtype, jnp.floating)
         is_copy = is_var(start) and start in read
-        return is_array and not is_copy and followed(leaf, own) is not None
-
-    return list(map(is_moment, leaves_with_paths(opt_state), program.outvars))
+        follows = bool(struct.shape) and followed(leaf, own) is not None
+        are_moments.append(is_float and follows and not is_copy)
+    return are_moments

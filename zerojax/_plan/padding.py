@@ -3,15 +3,15 @@
 [Note: padding]
 At the border of a jitted function JAX refuses shardings that do not divide, so arrays rest there
 with zeros at the end of the sharded dimension. Inside, a constraint may name such a sharding: XLA
-then gives each device but the last ones ceil(n / N) elements, which is just what it has of the
-padded array, and neither dropping the padding nor adding it moves anything. A step's loss and its
-optimizer see the shapes that they would see on one device: Muon's scale and Adafactor's means
-depend on them.
+then gives each device but the last ones ceil(n / N) elements. A device has just these of the padded
+array too, so neither dropping the padding nor adding it moves anything. A step's loss and its
+optimizer see the shapes that they would see on one device, because Muon's scale and Adafactor's
+means depend on them.
 """
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,32 +26,32 @@ from zerojax._state import carried as _carried, state as _state
 from zerojax._types import PyTree, Shape
 from zerojax._warn import warn
 
-_WARNED: list[str] = []  # what a user was warned of: once in a process
+_WARNED: list[str] = []  # the path that a warning has named: one warning in a process is enough
 
 T = TypeVar("T", Array, np.ndarray)
 
 
-@overload
-def padded(value: np.ndarray, shape: Shape) -> np.ndarray: ...
-@overload
-def padded(value: Array, shape: Shape) -> Array: ...
-def padded(value, shape):
-    """Returns `value` with zeros at its end, where it is not padded yet."""
-    if np.shape(value) == shape:  # of a number too, as states made by functions have
+def padded(value: T, shape: Shape) -> T:
+    """Returns `value` with zeros at its end, unless it has this shape already."""
+    if np.shape(value) == shape:  # states made by functions may have plain numbers
         return value
     widths = [(0, want - have) for have, want in zip(value.shape, shape, strict=True)]
-    return jnp.pad(value, widths) if isinstance(value, jax.Array) else np.pad(value, widths)
+    pad: Any = jnp.pad if isinstance(value, jax.Array) else np.pad
+    return pad(value, widths)
 
 
 def unpadded(value: T, shape: Shape) -> T:
-    """Returns the part of `value` that is not padding."""
+    """Returns `value` without its padding."""
     return value if value.shape == shape else value[tuple(map(slice, shape))]
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def logical_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array]:
-    """Drops the padding of the leaves at some positions in a state of `plan`."""
+# -- inside `jax.jit` or outside, by the positions of leaves in a state of a plan
 
+ByPosition = Mapping[int, Array]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def logical_leaves(values: ByPosition, plan: Layout) -> dict[int, Array]:
     def logical(leaf: LeafPlan, value: Array) -> Array:
         sharding = leaf.padded_place.sharding(plan.mesh)
         value = jax.lax.with_sharding_constraint(_compat.fetched(value), sharding)
@@ -61,9 +61,7 @@ def logical_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def padded_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array]:
-    """Pads the leaves at some positions in a state of `plan`."""
-
+def padded_leaves(values: ByPosition, plan: Layout) -> dict[int, Array]:
     def long(leaf: LeafPlan, value: Array) -> Array:
         place = leaf.padded_place
         value = padded(_compat.fetched(value), place.padded(leaf.shape))
@@ -73,30 +71,16 @@ def padded_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array]
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def cleared_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array]:
-    """Puts zeros into the padding of the leaves at some positions in a state of `plan`."""
+def cleared_leaves(values: ByPosition, plan: Layout) -> dict[int, Array]:
     return padded_leaves(logical_leaves(values, plan), plan)
 
 
-def logical_part(plan: Layout, tree: PyTree, kind: str) -> PyTree:
-    """Drops the padding of parameters, of their gradients, or of an optimizer state.
+def logical_part(plan: Layout, tree: PyTree, kind: str = "") -> PyTree:
+    """Drops the padding of a state; of a part of one, such as gradients, if `kind` says of which.
 
-    `kind` says of which. The leaves of `tree` may be some of the plan's, which are found by their
-    paths. What is not padded stays as it is.
+    `tree` may lack leaves of the plan, and have others: their paths tell.
     """
     return _changed(plan, tree, kind, logical_leaves, _is_padded)
-
-
-def padded_part(plan: Layout, tree: PyTree, kind: str, like: PyTree = None) -> PyTree:
-    """Pads what `logical_part` takes; with `like`, the leaves that are padded there."""
-    there = _known(plan, like, kind).items()
-    long = {plan.leaves[i].path for i, value in there if _is_padded(plan.leaves[i], value)}
-
-    def is_short(leaf: LeafPlan, value: Array) -> bool:
-        is_meant = leaf.path in long if like is not None else leaf.padded_place.padding > 0
-        return is_meant and value.shape == leaf.shape
-
-    return _changed(plan, tree, kind, padded_leaves, is_short)
 
 
 def cleared(plan: Layout, grads: PyTree) -> PyTree:
@@ -104,42 +88,53 @@ def cleared(plan: Layout, grads: PyTree) -> PyTree:
     return _changed(plan, grads, _state.PARAMS, cleared_leaves, _is_padded)
 
 
-def _is_padded(leaf: LeafPlan, value: Array) -> bool:
-    """Whether `value` has the padded shape of a leaf, and that is another than its own."""
+def padded_part(plan: Layout, tree: PyTree, kind: str, like: PyTree = None) -> PyTree:
+    """Pads what `logical_part` takes; with `like`, only the leaves that are padded there."""
+    shapes = {leaf.name: np.shape(leaf.value) for leaf in _state.leaves_with_paths(like)}
+
+    def is_short(leaf: LeafPlan, value: Array) -> bool:
+        long = leaf.padded_place.padded(leaf.shape)
+        is_meant = like is None or shapes.get(leaf.path.partition("/")[2]) == long
+        return is_meant and value.shape == leaf.shape != long
+
+    return _changed(plan, tree, kind, padded_leaves, is_short)
+
+
+def _is_padded(leaf: LeafPlan, value: Any) -> bool:
     return value.shape != leaf.shape and value.shape == leaf.padded_place.padded(leaf.shape)
-
-
-def _known(plan: Layout, tree: PyTree, kind: str) -> dict[int, Array]:
-    """Returns the leaves of `tree` that have the path of a leaf of the plan, by its position."""
-    at = plan.positions[kind]
-    arrays = (x for x in _state.leaves_with_paths(tree) if isinstance(x.value, Array | np.ndarray))
-    return {at[leaf.name]: leaf.value for leaf in arrays if leaf.name in at}
 
 
 def _changed(
     plan: Layout,
     tree: PyTree,
     kind: str,
-    change: Callable[[dict[int, Array], Layout], dict[int, Array]],
-    is_meant: Callable[[LeafPlan, Array], bool],
+    change: Callable[[ByPosition, Layout], dict[int, Array]],
+    is_meant: Callable[[LeafPlan, Any], bool],
 ) -> PyTree:
     """Returns `tree` with a change to those leaves of the plan that are meant."""
-    known = _known(plan, tree, kind) if plan.pads else {}
-    meant = {i: value for i, value in known.items() if is_meant(plan.leaves[i], value)}
+    at, leaves = plan.positions[kind] if plan.pads else {}, _state.leaves_with_paths(tree)
+    meant: dict[int, Any] = {
+        at[leaf.name]: leaf.value
+        for leaf in leaves
+        if leaf.name in at and isinstance(leaf.value, Array | np.ndarray)
+        if is_meant(plan.leaves[at[leaf.name]], leaf.value)
+    }
     if not meant:
         return tree
-    new, at = change(meant, plan), plan.positions[kind]
-    leaves = _state.leaves_with_paths(tree)
+    new = change(meant, plan)
     return jax.tree.structure(tree).unflatten(
         new.get(at.get(leaf.name, -1), leaf.value) for leaf in leaves
     )
 
 
-def tell_of_padding(state: PyTree, plan: Layout) -> None:
+# -- of states, outside of `jax.jit`
+
+
+def warn_of_padding(state: PyTree, plan: Layout) -> None:
     """Tells users who apply a model to padded parameters themselves what to do instead.
 
-    Flax says that two shapes differ. A plain function of parameters may just return more columns,
-    so whoever has a state that does not drop the padding is warned.
+    Flax raises because two shapes differ, but a plain function of parameters may just return more
+    columns. So we warn of each state that does not drop the padding.
     """
     # A state's own copies of parameters, such as a target network's, rest padded from stage 1 on.
     copies = [leaf for leaf in plan.leaves if leaf.kind != _state.OPT_STATE and leaf.rest.padding]
@@ -147,22 +142,20 @@ def tell_of_padding(state: PyTree, plan: Layout) -> None:
         return
     leaf, more = max(copies, key=lambda leaf: leaf.nbytes), len(copies) - 1
     _WARNED.append(leaf.path)
-    others = f"{more} more array{'s' * (more > 1)}"
+    others = f" ({more} more array{'s are' if more > 1 else ' is'} padded too)" if more else ""
     arguments = "state" if _has_plan(state) else "state, plan"
     warn(
         f"{leaf.path} has the shape {leaf.shape} and rests padded as {leaf.padded_shape}, because "
-        f"{plan.size} devices do not divide it"
-        + (f"; so {'do' if more > 1 else 'does'} {others}. " if more else ". ")
-        + "Steps, checkpoints and full_params show the first shape. Where you apply the model "
-        f"yourself, take the parameters from zerojax.unpad({arguments}), or place the state with "
-        "pad=False."
+        f"{plan.size} devices do not divide it{others}. Steps, checkpoints and full_params show "
+        "its own shape. If you apply the model yourself, take the parameters from "
+        f"zerojax.unpad({arguments}), or place the state with pad=False."
     )
 
 
 def padded_shapes(tree: PyTree, plan: Any = None) -> dict[str, Shape]:
     """Returns the logical shapes of the padded leaves of a tree, by name.
 
-    The states in the tree carry their plans; `plan` is for a tree that is a state without one.
+    The states in the tree carry their plans; pass `plan` for a tree that is a state without one.
     """
     if plan is not None and not _has_plan(tree):
         plan.check_structure(tree)
@@ -177,9 +170,9 @@ def padded_shapes(tree: PyTree, plan: Any = None) -> dict[str, Shape]:
 
 
 def padded_param_shapes(params: PyTree, state: PyTree, plan: Any = None) -> dict[str, Shape]:
-    """Returns the logical shapes of the padded parameters of a state, by their names among these.
+    """Returns the logical shapes of the padded parameters of a state, by their names in `params`.
 
-    `plan` is for a state without one, or for parameters in place of a state.
+    Pass `plan` for a state that carries none, or for parameters in place of a state.
     """
     layout: Layout | None = _carried.carried_plan(state)
     if layout is None and plan is not None:
@@ -196,7 +189,7 @@ def _has_plan(node: object) -> bool:
 def _padded(tree: PyTree, planned: Mapping[str, LeafPlan]) -> dict[str, Shape]:
     """Returns the logical shapes of the leaves of a tree that rest padded, by their names there.
 
-    A state may carry its plan and have other leaves by now, or leaves without their padding.
+    A state that carries its plan may have other leaves by now, or leaves without their padding.
     """
     padded = {name: leaf for name, leaf in planned.items() if leaf.rest.padding}
     return {

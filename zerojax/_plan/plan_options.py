@@ -8,9 +8,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax._declared import Options, option
 from zerojax._kernel.places import DEFAULT_MIN_SHARD_SIZE
+from zerojax._plan.offload import Offload
 from zerojax._plan.precision import Precision, check_precision
 from zerojax._state.refusals import check_tx
-from zerojax._update.offload import Offload
 
 
 def _stage(stage: object) -> object:

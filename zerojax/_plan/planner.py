@@ -1,46 +1,40 @@
-"""Makes a plan from shapes: decides how each leaf of a state is sharded, or says why it is not."""
+"""Makes a plan from shapes, and places states by it.
 
-import dataclasses
+A plan says for each leaf how it is sharded, or why it is not. `zerojax.plan` decides that, and
+`shard_train_state`, `unpad` and `full_params` move states.
+"""
+
 import functools
 import itertools
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax._declared import takes
 from zerojax._kernel import places as _places
-from zerojax._kernel.places import (
-    Axes,
-    Groups,
-    LeafPlan,
-    Placement,
-    by_layer,
-    chosen_groups,
-    leaf_at,
-)
+from zerojax._kernel.places import Axes, Groups, LeafPlan, Placement, chosen_groups, leaf_at
 from zerojax._kernel.travel import names_in
-from zerojax._plan import mesh as _mesh, optimizer as _optimizer
-from zerojax._plan.padding import padded_shapes, replaced
-from zerojax._plan.plan import Plan
+from zerojax._plan import mesh as _mesh, move as _move, optimizer as _optimizer, padding as _padding
+from zerojax._plan.offload import as_offload
+from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.plan_options import PlanOptions, StateOptions
 from zerojax._plan.precision import Precision, stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.hints import is_stack, layer_dims, own_axes
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf, state_of
 from zerojax._types import PyTree, Shape, is_key
-from zerojax._update import offload as _offload
-from zerojax._update.offload import PINNED, Offload, as_offload
 from zerojax._warn import warn
 from zerojax._wire import codecs as _codecs
 
-# Warn when more than this share of the parameter bytes, and at least so many, stay replicated.
+# Warn when more than this share of the parameter bytes, and more than so many, stay replicated.
 REPLICATED_SHARE, REPLICATED_BYTES = 0.02, 2**20
 FROZEN = "frozen: nothing updates it"
 
-Reasoned = tuple[PartitionSpec, str | None]  # the spec that a leaf can have, or why it has none
+Reasoned = tuple[PartitionSpec, str | None]  # the spec of a leaf, and why it is replicated
 
 
 @takes(StateOptions)
@@ -49,7 +43,7 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
 
     Arguments:
         state_or_fn: a flax `TrainState`, a tuple `(params, opt_state)`, a dict or dataclass with
-            those names, or a function without arguments that makes one.
+            those names, or a function without arguments that makes one of these.
         {options}
 
     Returns:
@@ -61,65 +55,63 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
         >>> print(plan.leaves[0].path, "is sharded along dimension", plan.leaves[0].dim)
         params/w is sharded along dimension 0
     """
-    precision = options.precision
     mesh, axes = _devices(options)
     groups = chosen_groups(options.stage, axes, {} if options.groups is None else options.groups)
     patterns = {} if options.overrides is None else options.overrides
-    widest, least = groups.opt_state or axes, options.min_shard_size
-    rule = _places.Rule(mesh, widest, patterns, least, options.pad)
-    state, leaves = _as_stored(state_or_fn, precision)
+    shards_over = groups.opt_state or axes
+    rule = _places.Rule(mesh, shards_over, patterns, options.min_shard_size, options.pad)
+    state, leaves = _as_stored(state_or_fn, options.precision)
     tx = _state.get_tx(state) if options.tx is None else options.tx
     stacks = layer_dims(_state.get_params(state), options.stacked)
-    names = [leaf.name for leaf in leaves if leaf.kind == PARAMS]
-    _state.check_patterns(rule.overrides, names, "overrides=")
-    gathered = _codecs.patterns_of(precision and precision.gather)
-    _state.check_patterns(gathered, names, "Precision(gather=)")
+    params = [leaf.name for leaf in leaves if leaf.kind == PARAMS]
+    _state.check_patterns(rule.overrides, params, "overrides=")
+    gathered = _codecs.patterns_of(options.precision and options.precision.gather)
+    _state.check_patterns(gathered, params, "Precision(gather=)")
     own = own_axes(state, axes, mesh.axis_names)
     specs = _shard_specs(state, leaves, [spec for spec, _ in own], rule, stacks, tx)
     has_update = tx is not None or hasattr(state, "apply_gradients")
     update = _optimizer.update_of(state, tx) if has_update else None
-    params = [leaf.path for leaf in leaves if leaf.kind == PARAMS]
-    are_frozen = [False] if update is None else _optimizer.frozen_params(state, update)
+    are_frozen = [] if update is None else _optimizer.frozen_params(state, update)
     frozen = set(itertools.compress(params, are_frozen))
     over = groups if rule.size > 1 else Groups()
     planned = [
-        _leaf_plan(leaf, specs[leaf.path], over, rule, leaf.path in frozen, stacks, absent)
-        for leaf, (_, absent) in zip(leaves, own, strict=True)
+        _leaf_plan(leaf, spec, over, rule, leaf.name in frozen, is_stack(leaf, stacks), absent)
+        for leaf, spec, (_, absent) in zip(leaves, specs, own, strict=True)
     ]
-    placed = tuple(_offloaded(planned, as_offload(options.offload), mesh))
+    if offload := as_offload(options.offload):
+        planned = offload.place(planned, mesh)
     treedef = jax.tree.structure(state)
-    result = Plan(groups.stage, mesh, axes, over, placed, treedef, precision, update)
+    precision = options.precision
+    result = Plan(groups.stage, mesh, axes, over, tuple(planned), treedef, precision, update)
     _check_worth(result)
     return result
 
 
 def _devices(options: PlanOptions) -> tuple[Mesh, Axes]:
-    """Returns the mesh, and the axes that the batch is split over: with groups, all of them."""
+    """Returns the mesh, and the axes that the batch is split over: all of them, with groups."""
     axis = options.axis
     if options.groups is not None and options.mesh is not None and axis is None:
         axis = options.mesh.axis_names
     mesh, axes = _mesh.resolve(options.mesh, axis)
     if options.mesh is None and options.stage >= 1 and mesh.devices.size == 1:
-        _mesh.say_alone(mesh.devices.flat[0].platform)
+        _warn_alone(mesh.devices.flat[0].platform)
     return mesh, axes
 
 
 def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree, list[Leaf]]:
-    """Returns a state, or the shapes of one, in the dtypes of `precision`, and its leaves.
-
-    It carries no plan.
-    """
+    """Returns a state, or its shapes, without its plan and stored as `precision` says."""
     _refusals.check_functional(state_or_fn)
     _refusals.check_state_function(state_or_fn)
     if _state.is_state_function(state_or_fn):
         state = jax.eval_shape(functools.partial(state_of, state_or_fn))
         _refusals.check_functional(state)
     else:
-        state = replaced(state_or_fn, padded_shapes(state_or_fn), _struct)
+        shapes = _padding.padded_shapes(state_or_fn)
+        state = _padding.replaced(state_or_fn, shapes, _struct)
     leaves = _state.leaves_of(state)
     if precision is not None and precision.stores:
         if precision.param and not precision.master and jnp.finfo(precision.param).bits < 32:
-            _say_rounded(jnp.dtype(precision.param).name)
+            _warn_rounded(jnp.dtype(precision.param).name)
         state = stored_with(jax.tree.map(_struct, state), precision)
         leaves = _state.leaves_of(state)
     if not any(leaf.kind == PARAMS for leaf in leaves):
@@ -128,7 +120,7 @@ def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree
 
 
 def _struct(value: PyTree, shape: Shape | None = None) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a leaf, or another one, with its sharding."""
+    """Returns a leaf as a shape, or with another shape, and with its sharding."""
     struct, sharding = _state.shape_dtype(value), getattr(value, "sharding", None)
     shape = struct.shape if shape is None else shape
     return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=sharding)
@@ -140,52 +132,27 @@ def _leaf_plan(
     groups: Groups,
     rule: _places.Rule,
     frozen: bool,
-    stacks: Mapping[tuple, int],
+    stacked: bool,
     absent: Axes,
 ) -> LeafPlan:
     spec, reason = spec_and_reason
     if frozen and not groups.params:  # no optimizer state to follow, no gradient to shard
         groups, reason = Groups(), FROZEN
-
-    is_param = leaf.kind == PARAMS
     struct = _state.shape_dtype(leaf.value)
     own = tuple(axis for axis in rule.axes if axis in names_in(spec))
     return leaf_at(
         Placement(spec, own, padding=rule.padding(struct.shape, spec)),
         groups,
-        is_param=is_param,
+        is_param=leaf.kind == PARAMS,
         path=leaf.name,
         kind=leaf.kind,
         shape=tuple(struct.shape),
         dtype=struct.dtype,
-        stacked=is_stack(leaf, stacks),
+        stacked=stacked,
         reason=reason,
         frozen=frozen,
         absent=() if leaf.kind == OPT_STATE else absent,
     )
-
-
-def _offloaded(leaves: list[LeafPlan], offload: Offload | None, mesh: Mesh) -> list[LeafPlan]:
-    """Puts state in host memory, and notes why the rest of it stays on the devices."""
-    if offload is None:
-        return leaves
-    found = list(leaves)
-    for kind in (kind for kind in _offload.OFFLOADED if getattr(offload, kind)):
-        own = [i for i, leaf in enumerate(leaves) if leaf.kind == kind and _may_leave(leaf)]
-        sizes = [leaves[i].bytes_per_device(mesh) for i in own]
-        layers = [leaves[i].shape[0] if by_layer(leaves[i]) else 1 for i in own]
-        pieces = [size // n for size, n in zip(sizes, layers, strict=True)]
-        used = sum(leaf.bytes_per_device(mesh) for leaf in found if leaf.is_on_host)
-        for i, reason in zip(own, offload.stay(kind, sizes, pieces, used), strict=True):
-            rest = leaves[i].rest if reason else dataclasses.replace(leaves[i].rest, memory=PINNED)
-            found[i] = dataclasses.replace(leaves[i], rest=rest, stays=reason)
-    _offload.warn_where_nothing_goes([leaf.is_on_host for leaf in found], offload)
-    return found
-
-
-def _may_leave(leaf: LeafPlan) -> bool:
-    """Whether a leaf may rest in host memory: scalars would save nothing, and keys stay."""
-    return bool(leaf.shape) and (leaf.kind != PARAMS or jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
 def _shard_specs(
@@ -195,46 +162,48 @@ def _shard_specs(
     rule: _places.Rule,
     stacks: Mapping[tuple, int],
     tx: optax.GradientTransformation | None,
-) -> dict[tuple, Reasoned]:
+) -> list[Reasoned]:
     """Returns how each leaf can be sharded: parameters by the rule, optimizer state with them.
 
     `bases` have the axes that leaves are sharded over beside ZeRO's.
     """
-    pairs = list(zip(leaves, bases, strict=True))
-    specs: dict[tuple, Reasoned] = {}
-    for leaf, base in pairs:
-        if leaf.kind == PARAMS:
-            shape, layers = _state.shape_dtype(leaf.value).shape, stacks.get(leaf.path[1:], 0)
-            key = (base, "a PRNG key") if is_key(leaf.value) else None
-            specs[leaf.path] = key or rule(leaf.name, shape, base, layers)
-    params = [(leaf, specs[leaf.path][0]) for leaf in leaves if leaf.kind == PARAMS]
-    typed, why = _optimizer.typed_state(state, tx, [spec for _, spec in params], rule)
+    shapes = [_state.shape_dtype(leaf.value).shape for leaf in leaves]
+    specs: dict[int, Reasoned] = {}
+    for i, (leaf, shape, base) in enumerate(zip(leaves, shapes, bases, strict=True)):
+        if is_key(leaf.value) and leaf.kind == PARAMS:
+            specs[i] = base, "a PRNG key"
+        elif leaf.kind == PARAMS:
+            specs[i] = rule(leaf.name, shape, base, stacks.get(leaf.path[1:], 0))
+    params = [(leaves[i], spec) for i, (spec, _) in specs.items()]
+    typed, untyped = _optimizer.typed_state(state, tx, [spec for _, spec in params], rule)
     inferred = iter(jax.tree.leaves(typed))
-    for leaf, base in pairs:
+    for i, (leaf, shape, base) in enumerate(zip(leaves, shapes, bases, strict=True)):
         if leaf.kind == PARAMS:
             continue
-        is_state, from_types = leaf.kind == OPT_STATE, None
-        if is_state and typed is not None:
-            followed = _optimizer.followed(leaf, params)
-            from_types = _typed_spec(leaf, next(inferred), followed, rule)
-        if from_types is None:
-            fallback = rule if is_state else None
-            spec, reason = _optimizer.from_matching_shapes(leaf, params, fallback, why)
-            from_types = spec if tuple(spec) else base, reason
-        specs[leaf.path] = from_types
-    return specs
+        followed, result = _optimizer.followed(leaf, params), None
+        if leaf.kind == OPT_STATE and typed is not None:
+            result = _typed_spec(shape, next(inferred), followed, rule)
+        if result is None:
+            result = followed or (PartitionSpec(), "neither a parameter nor optimizer state")
+            if followed is None and leaf.kind == OPT_STATE:
+                spec, reason = rule(leaf.name, shape, PartitionSpec(), 0)
+                why = f"sharded by its shape only: {untyped}" if untyped else None
+                result = spec, "; ".join(filter(None, (reason, why))) or None
+            spec, reason = result
+            result = spec if tuple(spec) else base, reason
+        specs[i] = result
+    return [specs[i] for i in range(len(leaves))]
 
 
 def _typed_spec(
-    leaf: Leaf, struct: jax.ShapeDtypeStruct, followed: Reasoned | None, rule: _places.Rule
+    shape: Shape, struct: jax.ShapeDtypeStruct, followed: Reasoned | None, rule: _places.Rule
 ) -> Reasoned | None:
-    """Returns the spec that JAX inferred for a leaf; where it has none, the parameter tells why.
+    """Returns the spec that JAX inferred for a leaf, and why it is replicated.
 
     Returns None where the padding of a parameter changed more than the sharded dimension: Adafactor
-    factors a matrix that is large enough.
+    factors a matrix only if it is large enough.
     """
     spec = getattr(struct.sharding, "spec", PartitionSpec())
-    shape = _state.shape_dtype(leaf.value).shape
     if len(struct.shape) != len(shape) or struct.shape != rule.padded_shape(shape, spec):
         return None
     if not shape:
@@ -242,11 +211,20 @@ def _typed_spec(
     if any(entry is not None for entry in spec):
         return spec, None
     reason = followed[1] if followed is not None else None
-    return spec, reason or "its own dimensions carry no shard of a parameter"
+    return spec, reason or "has none of the sharded dimensions of a parameter"
 
 
 @functools.cache  # once in a process
-def _say_rounded(dtype: str) -> None:
+def _warn_alone(platform: str) -> None:
+    warn(
+        f"there is one {platform} device, so a stage shards nothing. Use more, or emulate some "
+        "before JAX starts: jax.config.update('jax_num_cpu_devices', 8). If you mean to use one, "
+        "pass it as mesh=."
+    )
+
+
+@functools.cache  # once in a process
+def _warn_rounded(dtype: str) -> None:
     warn(
         f"Precision(param={dtype!r}) without master= rounds parameters after each update, and "
         "loses small ones. Add master='float32', or store float32 and compute in "
@@ -255,7 +233,7 @@ def _say_rounded(dtype: str) -> None:
 
 
 def _check_worth(plan: Plan) -> None:
-    """Warns where much of the state cannot be sharded as the stage asks."""
+    """Warns if much of the state cannot be sharded as the stage asks."""
     params = [leaf for leaf in plan.params if leaf.shape]
     chosen = ("overrides=", FROZEN)
     unwanted = (leaf for leaf in params if leaf.dim is None and leaf.reason not in chosen)
@@ -270,3 +248,91 @@ def _check_worth(plan: Plan) -> None:
         f"{nbytes / total:.0%} of the parameter bytes are replicated on every device ({named}"
         f"{more}). Allow padding (pad=True), lower min_shard_size=, or accept them with overrides=."
     )
+
+
+@takes(StateOptions)
+def shard_train_state(state_or_fn: PyTree, options: StateOptions) -> PyTree:
+    """Places a training state for a ZeRO stage, as `zerojax.train_step` expects it.
+
+    Arguments:
+        state_or_fn: a flax `TrainState` or any state that `zerojax.plan` takes. JAX compiles a
+            function without arguments to make the state already sharded, so that no device ever
+            has all of it.
+        {options}
+
+    Returns:
+        The same type of state; its arrays sharded, its optimizer carrying the plan.
+
+    Example:
+        >>> params = {"w": jnp.ones((64, 16))}
+        >>> state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+        >>> state = zerojax.shard_train_state(state, stage=3)
+        >>> print(state.params["w"].shape, state.params["w"].addressable_shards[0].data.shape)
+        (64, 16) (8, 16)
+    """
+    _refusals.check_alive(state_or_fn)
+    return plan(state_or_fn, **vars(options)).place(state_or_fn)
+
+
+def unpad(state: PyTree, plan: Plan | None = None) -> PyTree:
+    """Returns a placed state without its padding, to apply a model to its parameters yourself.
+
+    Parameters that the devices do not divide rest with zeros at the end of one dimension. Steps,
+    checkpoints and `full_params` drop these zeros; if you call the model yourself, drop them with
+    this function. Inside `jax.jit` the parameters stay sharded. Outside JAX has no arrays with such
+    shards, so every device gets the whole of each padded leaf. Other leaves do not change.
+
+    Arguments:
+        plan: the plan, for states that do not carry an optimizer (tuples, dicts).
+
+    Example:
+        >>> params = {"w": jnp.ones((257, 3))}
+        >>> state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+        >>> state = zerojax.shard_train_state(state, stage=3)
+        >>> print(state.params["w"].shape, zerojax.unpad(state).params["w"].shape)
+        (264, 3) (257, 3)
+    """
+    _refusals.check_alive(state)
+    if plan is not None:
+        check_plan(plan, "plan=")
+    plan = _carried.carried_plan(state) or plan
+    if plan is None:
+        raise ValueError(
+            f"a state of type {type(state).__name__} does not carry the plan that it was placed "
+            "by. Pass it: zerojax.unpad(state, plan)."
+        )
+    return plan.unpad(state)
+
+
+def full_params(state: PyTree, plan: Plan | None = None) -> PyTree:
+    """Returns the parameters as numpy arrays on the host, moved there one leaf at a time.
+
+    Takes a state, or any tree of arrays; it refuses a pair that may be either. In several processes
+    each calls it and gets all parameters; write a model too large for that to files with
+    `zerojax.checkpoint.export_safetensors`. Tuples, dicts and parameters without a state do not
+    carry their plan: pass it where it pads parameters.
+
+    Example:
+        >>> params = {"w": jnp.ones((64, 16))}
+        >>> state = zerojax.shard_train_state((params, ()), stage=3)
+        >>> print(type(zerojax.full_params(state)["w"]).__name__)
+        ndarray
+    """
+    _refusals.check_alive(state)
+    _refusals.check_values(state)
+    if plan is not None:
+        check_plan(plan, "plan=")
+    params = _state.params_in(state)
+    if params is state and plan is None:  # parameters, or several states in one tree
+        shapes = _padding.padded_shapes(params)
+    else:
+        shapes = _padding.padded_param_shapes(params, state, plan)
+
+    def full(leaf: Leaf) -> PyTree:
+        if is_key(leaf.value):
+            return leaf.value
+        value = _move.to_host(leaf.value)
+        logical = _padding.unpadded(value, shapes.get(leaf.name, value.shape))
+        return np.asarray(logical, order="C")  # `ascontiguousarray` would make a row of a scalar
+
+    return jax.tree.structure(params).unflatten(map(full, _state.leaves_with_paths(params)))

@@ -1,4 +1,15 @@
-"""The dtypes of a step: those of storage, compute, communication and the optimizer's state."""
+"""The dtypes of a step: for storage, compute, communication and the optimizer's state.
+
+[Note: rounding moments]
+A running mean with a decay of 0.999 moves by a thousandth of its distance, and neighbours in
+bfloat16 are up to 1/128 apart: rounded to the nearest, it would stand still. So a number between
+two neighbours becomes the upper one with the probability of its distance from the lower one, and
+its mean over many steps is right.
+
+The random bits are a hash of the number and of a salt, which is a scalar. We draw no bits for an
+array's shape: those of an element would change with the sharding, and with updating layers one at a
+time, and `_update/rules.py` could not prove such updates.
+"""
 
 import dataclasses
 import itertools
@@ -6,18 +17,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from zerojax._kernel.device import wide
 from zerojax._plan import optimizer as _optimizer
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree
-from zerojax._wire import codecs as _codecs, rounding as _rounding
+from zerojax._wire import codecs as _codecs
 from zerojax._wire.codecs import Quantized, Ways
 
-NARROW = jnp.dtype(jnp.bfloat16)  # of moments
+NARROW = jnp.dtype(jnp.bfloat16)  # the dtype of narrow moments
+_SIGN, _INFINITE, _FINITE = 0x80000000, 0x7F800000, 0x7F7FFFFF  # the bits of float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,27 +37,27 @@ class Precision(_refusals.KnownDtypes):
     """Dtypes of a training step; None leaves things as they are.
 
     Arguments:
-        compute: floating parameters and batch leaves are cast to it before the loss sees them.
-            Weights are cast as shards, so it is also the dtype they are gathered in.
-        gather: what sharded weights are gathered as, where that is not `compute`: a float dtype,
-            or "int8", "float8_e4m3fn" or a `zerojax.Quantized`. Quantized weights have a scale for
-            each block, and are decoded where they are used. Gradients do not notice. Vectors, and
-            leaves whose shards no block divides, travel as they are: `print(plan)` says which. A
-            dict `{path regex: any of these or None}` says it of some: of patterns that match a path
-            the first counts, and what none matches travels as `compute`.
-        reduce: the dtype gradients are summed over devices in; default, the dtype they come in.
-            With "int8", "int4" or a `zerojax.Quantized` they travel quantized, one axis of the mesh
+        compute: the step casts floating parameters and batch leaves to it before the loss sees
+            them. It casts shards, so weights are also gathered in this dtype.
+        gather: the dtype in which sharded weights are gathered, if that is not `compute`: a float
+            dtype, "int8", "float8_e4m3fn" or a `zerojax.Quantized`. Quantized weights have a scale
+            for each block, and are decoded where they are used; gradients are not affected.
+            Vectors, and leaves whose shards no block divides, travel unquantized: `print(plan)`
+            says which. A dict `{path regex: any of these or None}` differs by path: the first
+            pattern that matches counts, and parameters that none matches travel as `compute`.
+        reduce: the dtype in which gradients are summed over devices; default, their own. With
+            "int8", "int4" or a `zerojax.Quantized` they travel quantized, over one axis of the mesh
             after the other, and are summed in float32.
-        param: the dtype that parameters are stored in, from where the state is placed.
-        master: the dtype of the copies the optimizer updates, kept among its (sharded) state;
-            with `param="bfloat16", master="float32"` and Adam that is the ZeRO paper's
+        param: the dtype in which parameters are stored, from the moment the state is placed.
+        master: the dtype of the copies that the optimizer updates and keeps in its (sharded) state;
+            with `param="bfloat16", master="float32"` and Adam those are the ZeRO paper's
             2 + 2 + 12 bytes a parameter.
-        moments: the dtype that the optimizer's moments rest in, "bfloat16", with half the bytes:
-            float arrays of its state with a parameter's place and shape that do not start as the
-            parameter (masters and averages do). Updates compute in float32 and then round
-            stochastically, to either neighbour and on average to the number. The random bits are a
-            hash of the number, the count of updates and the leaf's position: they are the same at
-            every stage, on any number of devices, and layer by layer.
+        moments: the dtype of the optimizer's moments between steps, "bfloat16", which halves their
+            bytes. Moments are the float arrays of its state that have a parameter's path and shape
+            and do not start as that parameter (as masters and averages do). Updates compute in
+            float32, and then round each number up or down at random, so that its mean is exact. The
+            random bits are a hash of the number, the count of updates and the leaf's position:
+            they are the same at every stage, on any number of devices, and layer by layer.
 
     Example:
         >>> paper = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
@@ -75,23 +87,22 @@ class Precision(_refusals.KnownDtypes):
                     "'bfloat16', 'float16' or 'float32'."
                 )
             object.__setattr__(self, name, dtype)
+        if self.param is not None and jnp.finfo(self.param).bits < 16:
+            raise ValueError(
+                f"Precision(param={str(self.param)!r}): parameters need 16 bits or more between "
+                "steps, because optimizers cannot add to narrower ones. Pass param='bfloat16', and "
+                f"gather={str(self.param)!r} to send them in 8 bits, with scales."
+            )
         if self.master is not None and self.param is None:
             raise ValueError(
-                "Precision(master=...) keeps copies of parameters that are stored narrower. "
-                "Give param=... as well, for example param='bfloat16'."
+                "Precision(master=...) keeps copies of parameters that are stored in a narrower "
+                "dtype. Pass param=... as well, for example param='bfloat16'."
             )
         if self.moments not in (None, NARROW):
             raise ValueError(
-                f"moments={str(self.moments)!r}: moments can rest in bfloat16, which has the "
-                "range of float32 (second moments leave that of float16), or as they are. Pass "
-                "'bfloat16', or leave it out."
-            )
-        adds_as_stored = self.moments is not None and self.param and not self.master
-        if adds_as_stored and _is_8_bit_float(jnp.dtype(self.param)):
-            raise ValueError(
-                f"Precision(param={str(self.param)!r}, moments=...): updates with narrow moments "
-                "are computed in float32, which JAX adds to no float of 8 bits. Give "
-                "master='float32' as well."
+                f"moments={str(self.moments)!r}: moments can be stored only in bfloat16, which has "
+                "the range of float32 (second moments exceed that of float16). Pass 'bfloat16', or "
+                "leave moments= out."
             )
 
     @property
@@ -101,26 +112,21 @@ class Precision(_refusals.KnownDtypes):
 
     @property
     def stores(self) -> bool:
-        """Whether a state is stored otherwise than it is given."""
+        """Whether placing a state changes the dtypes that it is stored in."""
         return self.param is not None or self.moments is not None
 
 
-def promoted(one: DTypeLike, other: DTypeLike) -> np.dtype:
-    """Returns the dtype that has the values of both."""
-    one, other = jnp.dtype(one), jnp.dtype(other)
-    if one == other:
-        return one
-    # JAX promotes no float of 8 bits; bfloat16 has the values of all of them.
-    known = [jnp.bfloat16 if _is_8_bit_float(dtype) else dtype for dtype in (one, other)]
-    return jnp.promote_types(*known)
-
-
-def _is_8_bit_float(dtype: np.dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 16
+def check_precision(precision: object) -> object:
+    if precision is not None and not isinstance(precision, Precision):
+        raise TypeError(
+            f"precision must be a zerojax.Precision, got {precision!r}. Pass for example "
+            "zerojax.Precision(compute='bfloat16')."
+        )
+    return precision
 
 
 def cast_floats(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
-    """Casts the floating leaves of `tree`, be they arrays or shapes."""
+    """Casts the floating leaves of `tree`, arrays or shapes."""
     if dtype is None:
         return tree
     return jax.tree.map(lambda leaf: _cast(leaf, dtype) if _is_float(leaf) else leaf, tree)
@@ -131,18 +137,8 @@ def _is_float(leaf: PyTree) -> bool:
 
 
 def _cast(leaf: PyTree, dtype: DTypeLike) -> PyTree:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
-    return leaf.astype(dtype)
-
-
-def check_precision(precision: object) -> object:
-    if precision is not None and not isinstance(precision, Precision):
-        raise TypeError(
-            f"precision must be a zerojax.Precision, got {precision!r}. Pass for example "
-            "zerojax.Precision(compute='bfloat16')."
-        )
-    return precision
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    return leaf.update(dtype=dtype) if is_shape else leaf.astype(dtype)
 
 
 class MasterState(NamedTuple):
@@ -157,8 +153,8 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Runs `tx` on copies of the parameters in `dtype` (None: their own), kept in its state.
 
-    The parameters themselves may be stored in a narrower dtype; after each update they are the
-    copies, rounded. Works with any optax optimizer, with or without zerojax.
+    The parameters themselves may be stored in a narrower dtype: each update sets them to the
+    rounded copies. Works with any optax optimizer, with or without zerojax.
 
     Example:
         >>> tx = zerojax.manual.master_weights(optax.adamw(1e-3))
@@ -167,7 +163,7 @@ def master_weights(
         float32
     """
     _refusals.check_tx(tx)
-    Precision(param=dtype)  # raises where it is no float
+    Precision(param=dtype)  # raises if it is not a float dtype
     tx = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> MasterState:
@@ -182,7 +178,8 @@ def master_weights(
         grads = cast_floats(updates, dtype)
         updates, inner = tx.update(grads, state.inner, masters, **extra)
         new = optax.apply_updates(masters, updates)
-        steps = jax.tree.map(_step_onto, new, params)
+        # The difference between two close numbers is exact, unless the step is large.
+        steps = jax.tree.map(lambda new, old: new - old.astype(new.dtype), new, params)
         return steps, MasterState(_where_copied(state.master, new, state.master), inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -199,22 +196,10 @@ def _where_copied(copies: PyTree, yes: PyTree, no: PyTree) -> PyTree:
     )
 
 
-def _step_onto(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns what apply_updates must add to `old` to make it `new`, rounded.
-
-    Both are close, so the difference is exact unless the step is large, and errors never
-    accumulate. It is in the wider dtype, which JAX can add to any float but those of 8 bits.
-    """
-    if _is_8_bit_float(old.dtype):
-        rounded = new.astype(old.dtype).astype(new.dtype)
-        return (rounded - old.astype(new.dtype)).astype(old.dtype)
-    return new - old.astype(new.dtype)
-
-
 def _with_masters(
     tx: optax.GradientTransformation, params: PyTree, inner: PyTree, dtype: DTypeLike | None
 ) -> MasterState:
-    """Returns the state of `master_weights` from that of `tx`, with copies of what `tx` updates."""
+    """Returns the state of `master_weights` from that of `tx`, copying only what `tx` updates."""
     masters = cast_floats(params, dtype)
     update = _optimizer.update_of((masters, inner), tx)
     are_frozen = _optimizer.frozen_params((masters, inner), update)
@@ -224,9 +209,9 @@ def _with_masters(
 
 
 class NarrowState(NamedTuple):
-    """The state of `narrow_moments`. `count` is the number of updates."""
+    """The state of `narrow_moments`; `count` is the number of updates."""
 
-    count: jax.Array
+    count: Array
     inner: PyTree
 
 
@@ -235,10 +220,10 @@ def narrow_moments(
 ) -> optax.GradientTransformationExtraArgs:
     """Runs `tx` in float32, and keeps its moments in bfloat16 between updates.
 
-    `zerojax.Precision(moments=)` says which those are and how they are rounded: running means go on
-    moving by steps too small for bfloat16. What it holds exactly, such as zeros, stays as it is, as
-    do infinities and NaN. Works with any optax optimizer, with or without zerojax; with masters,
-    inside them: `master_weights(narrow_moments(tx))`.
+    `zerojax.Precision(moments=)` says which arrays those are and how they are rounded, so that
+    running means still move by steps too small for bfloat16. Numbers that bfloat16 represents
+    exactly, infinities and NaN do not change. Works with any optax optimizer, with or without
+    zerojax; masters go outside: `master_weights(narrow_moments(tx))`.
 
     Example:
         >>> tx = zerojax.manual.narrow_moments(optax.adamw(1e-3))
@@ -246,7 +231,7 @@ def narrow_moments(
         bfloat16
     """
     _refusals.check_tx(tx)
-    Precision(moments=jnp.dtype(dtype))  # raises where it is another
+    Precision(moments=jnp.dtype(dtype))  # raises for other dtypes
     tx = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> NarrowState:
@@ -256,20 +241,20 @@ def narrow_moments(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
     ) -> tuple[PyTree, NarrowState]:
         old, treedef = jax.tree.flatten(state.inner)
-        # Besides moments: what rests in bfloat16 because the parameters do.
+        # Besides moments, arrays that are bfloat16 because the parameters are.
         is_narrow = [x.ndim > 0 and x.dtype == NARROW for x in old]
         inner = [_widened(x) if is_one else x for x, is_one in zip(old, is_narrow, strict=True)]
         grads = jax.tree.map(_widened, updates)
         updates, inner = tx.update(grads, treedef.unflatten(inner), params, **extra)
         new = treedef.flatten_up_to(inner)
         for place in itertools.compress(range(len(new)), is_narrow):
-            new[place] = _rounding.rounded(new[place], _rounding.salt(state.count, place))
+            new[place] = _rounded(new[place], _salt(state.count, place))
         return updates, NarrowState(state.count + 1, treedef.unflatten(new))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _widened(value: jax.Array) -> jax.Array:
+def _widened(value: Array) -> Array:
     return value.astype(wide(value.dtype)) if _is_float(value) else value
 
 
@@ -278,6 +263,34 @@ def _with_narrow(tx: optax.GradientTransformation, params: PyTree, inner: PyTree
     are_moments = jax.tree.structure(inner).unflatten(_optimizer.moments(tx, params, inner))
     narrow = jax.tree.map(lambda x, narrows: _cast(x, NARROW) if narrows else x, inner, are_moments)
     return NarrowState(jnp.zeros((), jnp.int32), narrow)
+
+
+def _salt(count: Array, place: int) -> Array:
+    """Returns a number that differs from step to step and from leaf to leaf."""
+    return _hash(_hash(count.astype(jnp.uint32)) + jnp.uint32(place))
+
+
+def _rounded(value: Array, salt: Array) -> Array:
+    """Rounds to one of the two neighbours in bfloat16, as the note above says.
+
+    Numbers that bfloat16 represents, infinities and NaN do not change. Finite numbers stay finite.
+    """
+    bits = lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
+    size = bits & ~jnp.uint32(_SIGN)
+    # The bits that bfloat16 drops are the distance from the lower neighbour. As many random bits,
+    # added to them, carry into the bits that it keeps with the probability of that distance.
+    up = jnp.minimum(size + (_hash(bits ^ salt) >> 16), _FINITE)
+    # Without the dropped bits, a NaN may become an infinity.
+    other = jnp.where(size > _INFINITE, size | 0x400000, size)
+    bits = (bits & jnp.uint32(_SIGN)) | jnp.where(size < _INFINITE, up, other)
+    return lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+
+def _hash(bits: Array) -> Array:
+    """Returns bits each of which depends on all bits of the argument (lowbias32)."""
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
+    return bits ^ (bits >> 16)
 
 
 def storing(
@@ -301,7 +314,7 @@ def _holds(opt_state: PyTree, kind: type) -> bool:
 def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
     """Returns the state, or its shapes, with parameters and optimizer stored as `precision` says.
 
-    A state that is stored so already stays as it is.
+    A state that is stored so already does not change.
     """
     if precision is None or not precision.stores:
         return state
@@ -313,21 +326,20 @@ def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
     tx = _state.get_tx(_carried.without_plan(state))
     if tx is None or not hasattr(state, "replace"):
         raise ValueError(
-            f"precision= changes the optimizer, and a state of type {type(state).__name__} does "
-            "not carry it. Build the state with tx = zerojax.manual.master_weights(tx), cast its "
+            f"precision= changes the optimizer, which a state of type {type(state).__name__} does "
+            "not carry. Build the state with tx = zerojax.manual.master_weights(tx), cast its "
             "parameters yourself, and leave param= and master= out; for moments=, build it "
             "with zerojax.manual.narrow_moments(tx)."
         )
-    params, stored = state.params, storing(tx, opt_state, precision)
+    params = state.params
     if narrows:
-        opt_state = _with_narrow(tx, params, opt_state)
-        tx = narrow_moments(tx)
+        opt_state, tx = _with_narrow(tx, params, opt_state), narrow_moments(tx)
     if casts:
         params = cast_floats(params, precision.param)
         if precision.master is None:
             wanted = jax.eval_shape(tx.init, params)
             opt_state = jax.tree.map(lambda x, w: _cast(x, w.dtype), opt_state, wanted)
-        else:
-            # Made from the parameters as given: copies of rounded ones would start out wrong.
+        else:  # copies of the parameters before they were rounded
             opt_state = _with_masters(tx, state.params, opt_state, precision.master)
-    return state.replace(params=params, tx=stored, opt_state=opt_state)
+            tx = master_weights(tx, precision.master)
+    return state.replace(params=params, tx=tx, opt_state=opt_state)

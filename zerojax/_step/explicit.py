@@ -23,11 +23,11 @@ from zerojax._kernel.jaxprs import unclosed
 from zerojax._kernel.pieces import InputKind
 from zerojax._kernel.places import LeafPlan, beyond, slow
 from zerojax._kernel.travel import Cut, Held, Route, names_in, obtain
-from zerojax._plan.codes import codec_of, sum_codec_of
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state.state import get_params
 from zerojax._step.step_options import GradOptions, how_on, precision_of
 from zerojax._types import PyTree, TreeDef
+from zerojax._wire.codecs import codec_of, sum_codec_of
 
 
 @functools.partial(register_dataclass, data_fields=["data"], meta_fields=["leaf", "plan"])

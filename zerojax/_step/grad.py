@@ -23,7 +23,7 @@ from zerojax._loss import (
     nans as _nans,
 )
 from zerojax._loss.trace import TracedLoss, explained_dtypes, trace_loss
-from zerojax._plan import mesh as _mesh, move as _move
+from zerojax._plan import mesh as _mesh, move as _move, padding as _padding
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import cast_floats
 from zerojax._state import refusals as _refusals
@@ -31,6 +31,7 @@ from zerojax._step.program import Program
 from zerojax._step.step_options import LossOptions, ValueOptions, precision_of
 from zerojax._types import PyTree, is_key
 from zerojax._warn import warn
+from zerojax._wire.codecs import sums_narrow
 
 
 @takes(ValueOptions)
@@ -80,7 +81,7 @@ def value_and_grad(
         except Exception as error:
             _arguments.blame(error, {"params": params, "batch": args}, plan)
             raise
-        return (loss, aux) if options.has_aux else loss, plan.cleared(grads)
+        return (loss, aux) if options.has_aux else loss, _padding.cleared(plan, grads)
 
     return fn
 
@@ -124,7 +125,7 @@ def loss_and_grads(
     jitted, inputs = jax.jit(run), (values, arg_values, program.traced.closed_over, state)
     try:
         with _noted_errors():
-            if not _mesh.sums_narrow(plan.mesh, plan.batch_axes):
+            if not sums_narrow(plan.mesh, plan.batch_axes):
                 _check_sums(jitted.trace(*inputs).jaxpr.jaxpr)
             loss, aux, grads, new = _nans.run(
                 jitted, inputs, lambda: _nans.explain(loss_fn, plan, params, args, roles)
@@ -205,7 +206,7 @@ def _warn_of_whole(traced: TracedLoss, roles: Sequence[_batch.Role], plan: Plan)
 
 
 def _check_sums(program: Jaxpr) -> None:
-    """Raises for a sum in bfloat16 at which XLA would abort: see `mesh.sums_narrow`."""
+    """Raises for a sum in bfloat16 at which XLA would abort: see `sums_narrow`."""
     for eqn in _compat.every_eqn(program):
         free, name = eqn.ctx.cur_abstract_mesh.auto_axes, eqn.primitive.name
         if not free or name not in ("psum", "pmax", "pmin", "reduce_scatter"):

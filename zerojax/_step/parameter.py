@@ -16,10 +16,10 @@ from zerojax._kernel.arrays import Value
 from zerojax._kernel.device import Param, wide
 from zerojax._kernel.places import Axes, LeafPlan, Placement, slow
 from zerojax._kernel.travel import Codec, Held, Route, Updating
-from zerojax._plan.codes import codec_of, sum_codec_of
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import Precision, promoted
+from zerojax._plan.precision import Precision
 from zerojax._types import PyTree
+from zerojax._wire.codecs import codec_of, sum_codec_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class StepParam(Param):
         if precision.master is None or not jnp.issubdtype(own, jnp.floating):
             return own
         wide = precision.master if self.accumulates else precision.sums
-        return promoted(own, wide or own)
+        return jnp.promote_types(own, wide or own)
 
     @property
     def gather_codec(self) -> Codec:

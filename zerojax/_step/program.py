@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from zerojax import _compat
 from zerojax._features import activations as _activations, rows as _rows
 from zerojax._features.host_state import are_found
-from zerojax._features.in_backward import InBackward, LayerUpdate, NoGradientError
+from zerojax._features.in_backward import InBackward, InLoop, LayerUpdate, NoGradientError
 from zerojax._features.layered import layered
 from zerojax._kernel.body import How
 from zerojax._kernel.device import DeviceStep, exact_share, wide
@@ -25,7 +25,6 @@ from zerojax._plan.plan import Plan
 from zerojax._step.parameter import StepParam
 from zerojax._step.step_options import LossOptions, how_on, precision_of
 from zerojax._types import PyTree
-from zerojax._update.in_loop import InLoop
 
 
 class Program(DeviceStep[StepParam]):

@@ -13,7 +13,7 @@ from zerojax import _compat
 from zerojax._declared import Options, option, switch
 from zerojax._features import xla_options as _xla_options
 from zerojax._kernel.body import How
-from zerojax._kernel.places import slow
+from zerojax._kernel.places import as_names, slow
 from zerojax._loss import arguments as _arguments, batch as _batch
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
@@ -32,24 +32,23 @@ def regathered(given: object) -> bool | tuple[str, ...]:
     """Returns `regather=`, the names of mesh axes as a tuple."""
     if isinstance(given, bool):
         return given
-    names = [given] if isinstance(given, str) else given
-    if not names or not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
+    if not (names := as_names(given)):
         raise TypeError(
             f"regather={given!r} must be True or False, or name the mesh axes over which backward "
             "gathers weights again: regather='gpu'."
         )
-    return tuple(names)
+    return names
 
 
 def activation_names(given: object) -> tuple[str, ...]:
     """Returns the names in `activations=`."""
-    names = [given] if isinstance(given, str) else [] if given is None else given
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+    names = () if given is None else as_names(given)
+    if names is None:
         raise TypeError(
             f"activations={given!r} does not say where they are kept. Pass 'host', the name of a "
             "mesh axis such as 'tensor', or both: ('host', 'tensor')."
         )
-    return tuple(names)
+    return names
 
 
 def _one_of(name: str, *values: object) -> Callable[[Any], Any]:

@@ -38,7 +38,6 @@ sqrt square stop_gradient sub tan tanh xor
 REDUCTIONS = """
 argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
 """
-ALONG = "cumlogsumexp cummax cummin cumprod cumsum sort"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +129,6 @@ def through(full: JaxprEqn, one: JaxprEqn, known: dict[Any, Label]) -> list[Labe
     match full.primitive.name:
         case "scan":
             labels = _through_scan(full, one, operands)
-        case "while":
-            labels = _through_while(full, one, operands)
         case "cond":
             labels = _through_cond(full, one, operands)
         case "optimization_barrier":
@@ -188,19 +185,13 @@ def _moved(full: JaxprEqn, labels: Sequence[Label]) -> Label:
         return MIXED
     if name in REDUCTIONS.split():
         return MIXED if dim in params["axes"] else dim - sum(a < dim for a in params["axes"])
-    if name in ALONG.split():
-        return MIXED if dim in (params.get("axis"), params.get("dimension")) else dim
     match name:
         case "broadcast_in_dim":
             return params["broadcast_dimensions"][dim]
         case "transpose":
             return params["permutation"].index(dim)
-        case "squeeze" | "rev" if dim in params["dimensions"]:
-            return MIXED
-        case "squeeze":
+        case "squeeze" if dim not in params["dimensions"]:
             return dim - sum(d < dim for d in params["dimensions"])
-        case "expand_dims":
-            return dim + sum(d <= dim for d in params["dimensions"])
         case "reshape":
             # The dimension that has the same elements before it, and as many in it.
             ends = (d for d in range(len(out)) if math.prod(out[:d]) == math.prod(shape[:dim]))
@@ -208,14 +199,8 @@ def _moved(full: JaxprEqn, labels: Sequence[Label]) -> Label:
         case "slice":
             whole = (params["start_indices"][dim], params["limit_indices"][dim]) == (0, shape[dim])
             return dim if whole and (params["strides"] or (1,) * len(shape))[dim] == 1 else MIXED
-        case "dynamic_slice":
-            return dim if params["slice_sizes"][dim] == shape[dim] else MIXED
-        case "rev":
+        case "concatenate" if dim != params["dimension"]:
             return dim
-        case "pad":
-            return dim if tuple(params["padding_config"][dim]) == (0, 0, 0) else MIXED
-        case "concatenate":
-            return MIXED if dim == params["dimension"] else dim
     return MIXED
 
 
@@ -272,20 +257,6 @@ def _through_scan(full: JaxprEqn, one: JaxprEqn, operands: list[Label]) -> list[
     if MIXED in carry or not outs:
         return [MIXED] * len(full.outvars)
     return [*carry, *(y + 1 if isinstance(y, int) else y for y in outs[num_carry:])]
-
-
-def _through_while(full: JaxprEqn, one: JaxprEqn, operands: list[Label]) -> list[Label]:
-    num_cond, num_body = full.params["cond_nconsts"], full.params["body_nconsts"]
-    cond_consts, body_consts = operands[:num_cond], operands[num_cond : num_cond + num_body]
-    cond, body = (
-        [_compat.opened(eqn.params[name]) for eqn in (full, one)]
-        for name in ("cond_jaxpr", "body_jaxpr")
-    )
-    start = operands[num_cond + num_body :]
-    carry, _ = _settled(lambda carry: _of_body(body, [*body_consts, *carry]), start)
-    if MIXED in carry or _of_body(cond, [*cond_consts, *carry]) != [SAME]:
-        return [MIXED] * len(full.outvars)
-    return carry
 
 
 def _through_cond(full: JaxprEqn, one: JaxprEqn, operands: list[Label]) -> list[Label]:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from zerojax import _figures
 from zerojax._figures import Figure
+from zerojax._plan import offload as _offload
 from zerojax._plan.show import groups_text
 from zerojax._table import Printed, Table, human_bytes, human_time
-from zerojax._update import offload as _offload
 from zerojax.tools._audit import contract as _contract
 from zerojax.tools._audit.measurement import Measurement
 from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Collective, Span

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr
 
 from zerojax import _compat, aot
 from zerojax._kernel.jaxprs import nbytes
-from zerojax._plan import mesh as _mesh
+from zerojax._plan import mesh as _mesh, offload as _offload
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
@@ -25,7 +25,6 @@ from zerojax._step.step import Step
 from zerojax._step.step_options import LAYERS
 from zerojax._table import Printed, Table, human_bytes, human_time
 from zerojax._types import PyTree
-from zerojax._update import offload as _offload
 from zerojax._wire.codecs import Quantized
 from zerojax.tools._forecast import network as _network
 from zerojax.tools._forecast.case import CASE_COLUMNS, Case, matmuls_of

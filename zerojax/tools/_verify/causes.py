@@ -139,7 +139,7 @@ def _is_updated_on_shards(step: Comparison) -> bool:
     if reference.recipe.mutable or not plan.groups.opt_state:
         return False
     treedef = jax.tree.structure(reference.state)
-    shardings = treedef.unflatten(plan.shard_shardings)
+    shardings = treedef.unflatten(leaf.update.sharding(plan.mesh) for leaf in plan.leaves)
     shapes = treedef.unflatten(leaf.update.padded(leaf.shape) for leaf in plan.leaves)
     places = shardings, _state.get_params(shardings)
     whole = reference.state, step.right.grads

@@ -30,7 +30,7 @@ from zerojax._step.step import Recipe, grad_norm
 from zerojax._step.step_options import precision_of
 from zerojax._table import human_bytes
 from zerojax._types import Device, PyTree, is_key, zero_gradient
-from zerojax._wire.codecs import Quantized, each_of
+from zerojax._wire.codecs import NOISE, Quantized, rules_of
 from zerojax.tools._verify import compare as _compare, draws as _draws
 from zerojax.tools._verify.compare import WRONG, Check
 
@@ -239,8 +239,8 @@ class Reference:
         """Returns the tolerance for a step, which rounds in its loss, in reductions over the
         devices, and to the dtypes of the parameters, which their gradients have."""
         options = (self.precision.gather, WEIGHTS_NOISE), (self.precision.reduce, GRADIENTS_NOISE)
-        ways = [(way, factor) for option, factor in options for way in each_of(option)]
-        noise = [factor * way.noise for way, factor in ways if isinstance(way, Quantized)]
+        ways = [(way, factor) for option, factor in options for _, way in rules_of(option)]
+        noise = [factor * NOISE[way.dtype] for way, factor in ways if isinstance(way, Quantized)]
         sent = [way for way, _ in ways if way is not None and not isinstance(way, Quantized)]
         params = [p.dtype for p in self.plan.params if jnp.issubdtype(p.dtype, jnp.floating)]
         dtypes = [replayed.dtype, *sent, *params]
