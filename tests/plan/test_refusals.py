@@ -92,10 +92,10 @@ def mesh(names=("data",), devices=DEVICES, kind=AxisType.Auto):
     ("chosen", "remedy"),
     [
         *[
-            ({"axis": axis}, r"must name one mesh axis.*leave axis= out")
+            ({"axis": axis}, r"must name one axis of the mesh.*leave axis= out")
             for axis in ((), ("data", "data"), 3, (3,))
         ],
-        ({"axis": "model"}, r"no axis 'model'.*Pass axis="),
+        ({"axis": "model"}, r"axis='model' must name one axis.*\('data',\). Pass one of them"),
         (
             {"mesh": mesh(("x", "y"), DEVICES.reshape(2, 4))},
             r"axes \('x', 'y'\) and none .*'data'.*: pass axis='x', axis='y' or both, axis=\('x', "

@@ -10,7 +10,7 @@ GIB = 2**30
 def test_more_than_xla_pins_is_refused(monkeypatch):
     monkeypatch.delenv(POOL_LIMIT, raising=False)
     check_pool(64 * GIB)
-    with pytest.raises(ValueError, match=rf"set {POOL_LIMIT}=111 before JAX starts; otherwise"):
+    with pytest.raises(ValueError, match=rf"set {POOL_LIMIT}=111 before JAX starts. Otherwise"):
         check_pool(100 * GIB + 1)
     with pytest.raises(ValueError, match=r"zerojax.Offload\(..., max_bytes=8589934592\)"):
         check_pool(100 * GIB, devices=8)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zerojax import _compat
-from zerojax._kernel.places import axes_size
+from zerojax._kernel.places import Axes, as_names
 from zerojax._run import processes as _processes
 from zerojax._types import Device
 
@@ -20,9 +20,9 @@ DEFAULT_AXIS = "data"
 def _default_mesh() -> Mesh:
     """Returns a mesh of all devices on one axis, `data`, in an order that suits their links.
 
-    The fastest links are within a slice: a host of GPUs (or several that NVLink joins), or a slice
-    of TPUs. So the devices of a slice are neighbours on the axis. JAX's own `make_mesh` refuses
-    more than one slice.
+    The fastest links are within what JAX calls a slice: a host of GPUs (or several that NVLink
+    joins), or a slice of TPUs. So the devices of a slice are neighbours on the axis. JAX's own
+    `make_mesh` refuses more than one slice.
     """
     slices: dict[int, list[Device]] = {}
     for device in jax.devices():
@@ -36,8 +36,8 @@ def _default_mesh() -> Mesh:
 def mesh(**sizes: int) -> Mesh:
     """Makes a mesh of several levels, such as `mesh(node=4, gpu=8)`, the innermost last.
 
-    Devices of one host are next to each other along the last axis, so that this is the one of the
-    fast links. One size may be -1: what the devices leave.
+    Devices of one host are neighbours along the last axis, which so has the fast links. One size
+    may be -1: the number of devices decides it.
 
     Example:
         >>> mesh = zerojax.mesh(node=2, gpu=4)
@@ -45,9 +45,9 @@ def mesh(**sizes: int) -> Mesh:
         {'node': 2, 'gpu': 4}
     """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    asked = math.prod(sizes.values())
-    if list(sizes.values()).count(-1) == 1 and asked < 0 and len(devices) % -asked == 0:
-        sizes = {name: len(devices) // -asked if n == -1 else n for name, n in sizes.items()}
+    others = -math.prod(sizes.values())  # the product of the other sizes, where one is -1
+    if list(sizes.values()).count(-1) == 1 and others > 0 and len(devices) % others == 0:
+        sizes = {name: len(devices) // others if n == -1 else n for name, n in sizes.items()}
     if not sizes or min(sizes.values()) < 1 or math.prod(sizes.values()) != len(devices):
         product = " x ".join(map(str, sizes.values()))
         raise ValueError(
@@ -59,20 +59,33 @@ def mesh(**sizes: int) -> Mesh:
     return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes), axis_types=types)
 
 
-def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, tuple[str, ...]]:
+def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, Axes]:
     """Returns the mesh and the ZeRO axes that `mesh=` and `axis=` stand for."""
     _processes.warn_if_not_joined()
     mesh = _default_mesh() if mesh is None else mesh
-    _check_devices(mesh)
-    axes = _axes(mesh, axis)
-    _check_auto(mesh)
-    # The mesh says which links are fast, and not the order in which axes are named.
-    return mesh, tuple(name for name in mesh.axis_names if name in axes)
+    _check_mesh(mesh)
+    axes, names = as_names(axis), mesh.axis_names
+    if axis is None:
+        axes = names if len(names) == 1 else (DEFAULT_AXIS,)
+        if not set(axes) <= set(names):
+            each = ", ".join(f"axis={name!r}" for name in names)
+            raise ValueError(
+                f"the mesh has the axes {names} and none is called {DEFAULT_AXIS!r}, the default: "
+                f"pass {each} or {'both' if len(names) == 2 else 'several'}, axis={names}. To "
+                f"shard parameters, gradients and optimizer state over {names[-1]!r} only (HSDP), "
+                "pass groups=dict.fromkeys(('params', 'grads', 'opt_state'), "
+                f"{names[-1]!r}) where you place the state."
+            )
+    if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(names):
+        raise ValueError(
+            f"axis={axis!r} must name one axis of the mesh, or several different ones; its axes "
+            f"are {names}. Pass one of them, or leave axis= out."
+        )
+    # The mesh, not the order in which a user names axes, says which links are fast.
+    return mesh, tuple(name for name in names if name in axes)
 
 
-def _check_devices(mesh: object) -> None:
-    """Raises for what is not a mesh, such as a list of devices; and for one that has no devices,
-    or has some twice."""
+def _check_mesh(mesh: object) -> None:
     if not isinstance(mesh, Mesh):
         count, options = mesh if isinstance(mesh, int) else jax.device_count(), ""
         if isinstance(mesh, list | tuple | np.ndarray):
@@ -89,6 +102,13 @@ def _check_devices(mesh: object) -> None:
             f"the mesh {dict(mesh.shape)} {what}. Make it of different ones, for example "
             f"{call_for(jax.device_count())}."
         )
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        autos = ", ".join(["jax.sharding.AxisType.Auto"] * len(mesh.axis_names))
+        raise ValueError(
+            f"the axes of the mesh are {mesh.axis_types}, and zerojax needs Auto axes "
+            "(jax.make_mesh makes Explicit ones by default). Pass "
+            f"jax.make_mesh(..., axis_types=({autos},))."
+        )
 
 
 def call_for(count: int, options: str = "", axis: str = DEFAULT_AXIS) -> str:
@@ -97,50 +117,11 @@ def call_for(count: int, options: str = "", axis: str = DEFAULT_AXIS) -> str:
     return f"jax.make_mesh(({count},), ({axis!r},), {auto}{options})"
 
 
-def _axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
-    names = tuple(mesh.axis_names)
-    if axis is None and len(names) > 1 and DEFAULT_AXIS not in names:
-        each = ", ".join(f"axis={name!r}" for name in names)
-        raise ValueError(
-            f"the mesh has the axes {names} and none is called {DEFAULT_AXIS!r}, the default: pass "
-            f"{each} or {'both' if len(names) == 2 else 'several'}, axis={names}. "
-            f"Parameters, gradients and optimizer state sharded over {names[-1]!r} only (HSDP) "
-            f"are, in the call that places the state, "
-            f"groups=dict.fromkeys(('params', 'grads', 'opt_state'), {names[-1]!r})."
-        )
-    if axis is None:
-        axis = names[0] if len(names) == 1 else DEFAULT_AXIS
-    axes = (axis,) if isinstance(axis, str) else axis
-    are_names = isinstance(axes, Sequence) and all(isinstance(name, str) for name in axes)
-    if not are_names or not axes or len(set(axes)) < len(axes):
-        raise ValueError(
-            f"axis={axis!r} must name one mesh axis or several different ones; the mesh has "
-            f"{names}. Pass one of them, or leave axis= out."
-        )
-    if unknown := [name for name in axes if name not in names]:
-        raise ValueError(
-            f"mesh has no axis {unknown[0]!r}; its axes are {names}. Pass axis=... with one of "
-            "them, or with several."
-        )
-    return tuple(axes)
-
-
-def _check_auto(mesh: Mesh) -> None:
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    if wrong := {name: kind for name, kind in types if kind != AxisType.Auto}:
-        autos = ", ".join(["jax.sharding.AxisType.Auto"] * len(mesh.axis_names))
-        raise ValueError(
-            f"mesh axes {list(wrong)} are {next(iter(wrong.values()))}, and zerojax needs Auto "
-            "axes (jax.make_mesh makes Explicit ones by default). Pass "
-            f"jax.make_mesh(..., axis_types=({autos},))."
-        )
-
-
 @contextlib.contextmanager
 def seen_as(mesh: AbstractMesh) -> Iterator[None]:
-    """Sets `mesh` inside a `with`, in place of any mesh that a caller has set."""
+    """Sets `mesh` inside a `with`, instead of any mesh that a caller has set."""
     set_to = jax.sharding.use_abstract_mesh
-    # An empty mesh first: JAX allows no change from one mesh to another with axes of other sizes.
+    # First an empty mesh, because JAX refuses to replace a mesh by one with axes of other sizes.
     with set_to(AbstractMesh((), ())), set_to(mesh):
         yield
 
@@ -154,8 +135,8 @@ def unset() -> AbstractContextManager[object]:
 def auto_axes() -> Iterator[None]:
     """Makes the axes of the current mesh Auto while zerojax traces.
 
-    A caller may have set a mesh with `jax.set_mesh`. Its axes are Explicit by default, and JAX then
-    infers or demands a sharding for every operation.
+    A caller may have set a mesh with `jax.set_mesh`. Its axes are Explicit by default, so JAX would
+    infer or demand a sharding for every operation.
     """
     mesh = jax.sharding.get_abstract_mesh()
     autos = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
@@ -164,7 +145,7 @@ def auto_axes() -> Iterator[None]:
 
 
 def check_runs(mesh: Mesh) -> None:
-    """Raises for devices that are not there, for which code can only be compiled."""
+    """Raises for the devices of `zerojax.aot`, which can only be compiled for."""
     device = mesh.devices.flat[0]
     if _compat.is_compile_only(device):
         raise ValueError(
@@ -175,22 +156,21 @@ def check_runs(mesh: Mesh) -> None:
 
 def on_one_host(mesh: Mesh) -> int:
     """Counts the devices of the first one's host."""
-    hosts = _hosts(mesh).ravel().tolist()
-    return hosts.count(hosts[0])
+    hosts = _hosts(mesh)
+    return int(np.sum(hosts == hosts.flat[0]))
 
 
 def hosts_along(mesh: Mesh, axes: Sequence[str]) -> list[int]:
     """Returns the hosts of the devices along some axes, from the first device on."""
-    places = [mesh.axis_names.index(axis) for axis in axes]
-    rows = np.moveaxis(_hosts(mesh), places, range(-len(places), 0))
-    return rows.reshape(-1, axes_size(mesh, axes))[0].tolist()
+    row = tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)
+    return _hosts(mesh)[row].ravel().tolist()
 
 
 def _hosts(mesh: Mesh) -> np.ndarray:
     """Returns the host of each device, in the shape of the mesh."""
     devices = list(mesh.devices.flat)
-    # A process may run one GPU of several. What JAX calls a slice is a host of them, or what NVLink
-    # joins; devices that are not there are all of one.
-    listed = hasattr(devices[0], "slice_index") and not _compat.is_compile_only(devices[0])
-    hosts = [device.slice_index if listed else device.process_index for device in devices]
+    # Each process may run one of several GPUs, but JAX gives the GPUs of a host, or all that NVLink
+    # joins, one slice index. The devices of `zerojax.aot` all have the same.
+    has_slices = hasattr(devices[0], "slice_index") and not _compat.is_compile_only(devices[0])
+    hosts = [device.slice_index if has_slices else device.process_index for device in devices]
     return np.reshape(hosts, mesh.devices.shape)

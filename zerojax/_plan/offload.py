@@ -124,28 +124,23 @@ def pool_bytes() -> int:
     return int(limit) * 2**30
 
 
-def told_of_pool(nbytes: int) -> list[str]:
-    """Says so where one process for all GPUs of a host would need more than XLA pins."""
+def told_of_pool(
+    nbytes: int, which: str = "are in host memory if one process runs all GPUs of a host"
+) -> list[str]:
+    """Returns a sentence or two if one process has more in host memory than XLA pins for it."""
     if not nbytes or nbytes <= pool_bytes():
         return []
     return [
-        f"{human_bytes(nbytes)} are in host memory if one process runs all GPUs of a host. "
-        f"{_larger_pool(nbytes)}."
+        f"{human_bytes(nbytes)} {which}. XLA pins at most {human_bytes(pool_bytes())} for a "
+        f"process. If the host has more, set {POOL_LIMIT}={math.ceil(1.1 * nbytes / 2**30)} before "
+        "JAX starts."
     ]
 
 
 def check_pool(nbytes: int, devices: int = 1) -> None:
-    """Raises where one process would have more state in pinned memory than XLA gives it."""
-    if nbytes > (limit := pool_bytes()):
+    """Raises if a process of so many devices has more in host memory than XLA pins for it."""
+    if told := told_of_pool(nbytes, "of this process's state are to rest in host memory"):
         raise ValueError(
-            f"{human_bytes(nbytes)} of this process's state are to rest in host memory. "
-            f"{_larger_pool(nbytes)}; otherwise leave some on the devices: "
-            f"offload=zerojax.Offload(..., max_bytes={limit // devices})."
+            f"{told[0]} Otherwise leave some on the devices: "
+            f"offload=zerojax.Offload(..., max_bytes={pool_bytes() // devices})."
         )
-
-
-def _larger_pool(nbytes: int) -> str:
-    return (
-        f"XLA pins at most {human_bytes(pool_bytes())} for a process. If the host has more, set "
-        f"{POOL_LIMIT}={math.ceil(1.1 * nbytes / 2**30)} before JAX starts"
-    )

@@ -125,7 +125,9 @@ def _traced_update(recipe: Recipe, plan: Plan, state: PyTree, guard: Guard | Non
         if not is_key(leaf):
             dtype = StepParam.of(leaf, plan, precision, accumulates=False).grad_dtype
             update.shapes[k] = jax.ShapeDtypeStruct(leaf.shape, dtype)
-    return update.sharing(plan.update)
+    if plan.update is not None and plan.update.identity == update.identity:
+        update.function = plan.update.function  # of which JAX has the traces
+    return update
 
 
 @takes(EvalOptions)

@@ -1,15 +1,15 @@
 """Programs without calls, and how layers pass through their equations.
 
 [Note: one layer at a time] An update is traced twice, with whole stacks of L layers and with stacks
-of one layer. Where both traces have the same equations, each value of the first has a partner in
-the second, and a label says how the two are related, whichever layer the second one is given:
+of one layer. If both traces have the same equations, each value of the first has a partner in the
+second, and a label says how the two are related, whichever layer the second one gets:
 
 - SAME: they are equal.
 - a dimension: the second is one layer of the first, along it.
 - MIXED: neither is known to hold. An equation without a rule here gives that.
 
-So a result that is labelled 0 may be computed layer by layer. Numbers that a trace took from a
-shape (the divisor of a mean over a stack) are literals that differ, and mix.
+So a result with the label 0 may be computed layer by layer. Numbers that a trace took from a shape
+(the divisor of a mean over a stack) are literals that differ, and mix.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum 
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """A jaxpr with its calls expanded; `constants` are arrays that it closes over."""
+    """A jaxpr with its calls expanded; `constants` are the arrays that it closes over."""
 
     invars: list[Var]
     eqns: list[JaxprEqn]
@@ -50,7 +50,7 @@ class Flat:
     constants: dict[Var, ArrayLike]
 
     def __call__(self, inputs: Sequence[ArrayLike | None]) -> list[Any]:
-        """Runs the program. Inputs that it does not read may be None."""
+        """Runs the program. Inputs that it never reads may be None."""
         env: dict[Any, Any] = dict(zip(self.invars, inputs, strict=True)) | self.constants
         for eqn in self.eqns:
             values = [env[v] if is_var(v) else v.val for v in eqn.invars]
@@ -68,7 +68,7 @@ class Flat:
         return {i for i, v in enumerate(self.invars) if v in variables}
 
     def origins(self, among: Container[int]) -> dict[Any, frozenset[int]]:
-        """Returns which of some inputs each variable comes from."""
+        """Returns, for each variable, which of some inputs it depends on."""
         origins = {v: frozenset([i]) for i, v in enumerate(self.invars) if i in among}
         for eqn in self.eqns:
             sources = frozenset[int]().union(*(origins.get(v, ()) for v in reads(eqn)))
@@ -95,7 +95,7 @@ def labelled(
 ) -> tuple[dict[Any, Label], dict[Var, str]]:
     """Returns the label of each variable of `full`, and the operation that mixes each MIXED one.
 
-    What `is_known` is given to both programs: there it is the same.
+    Both programs get the values for which `is_known` holds, so those are the same.
     """
     labels: dict[Any, Label] = dict(zip(full.invars, inputs, strict=True))
     constants = zip(full.constants.items(), one.constants.values(), strict=True)
@@ -142,7 +142,7 @@ def through(full: JaxprEqn, one: JaxprEqn, known: dict[Any, Label]) -> list[Labe
 
 
 def agrees(label: Label, full: Atom, one: Atom) -> bool:
-    """Whether the shapes of two partners are as their label has them."""
+    """Whether the shapes of two partners agree with their label."""
     a, b = type_of(full).shape, type_of(one).shape
     if isinstance(label, int):
         if not label < len(a) == len(b) or (a[label] <= b[label] != 1):
@@ -168,7 +168,7 @@ def _made(full: JaxprEqn, one: JaxprEqn, k: int) -> Label:
 
 
 def _moved(full: JaxprEqn, labels: Sequence[Label]) -> Label:
-    """Returns where the layers of an equation's operands are in its result."""
+    """Returns the dimension of a result that counts the layers of its operands."""
     name, params = full.primitive.name, full.params
     shapes, out = [type_of(v).shape for v in full.invars], type_of(full.outvars[0]).shape
     if name == "dot_general":
@@ -178,7 +178,7 @@ def _moved(full: JaxprEqn, labels: Sequence[Label]) -> Label:
     if dims:
         return MIXED
     if name in ELEMENTWISE.split():
-        # What has no layers is a number, or is repeated along them.
+        # Operands without layers must be scalars, or repeated along the layers.
         others = [shape for shape, n in zip(shapes, labels, strict=True) if n == SAME and shape]
         return dim if all(shape[dim] == 1 for shape in others) else MIXED
     if labels[0] == SAME or (any(label != SAME for label in labels[1:]) and name != "concatenate"):
@@ -193,7 +193,7 @@ def _moved(full: JaxprEqn, labels: Sequence[Label]) -> Label:
         case "squeeze" if dim not in params["dimensions"]:
             return dim - sum(d < dim for d in params["dimensions"])
         case "reshape":
-            # The dimension that has the same elements before it, and as many in it.
+            # The dimension of the same length with as many elements before it.
             ends = (d for d in range(len(out)) if math.prod(out[:d]) == math.prod(shape[:dim]))
             return next((d for d in ends if out[d] == shape[dim]), MIXED)
         case "slice":
@@ -205,27 +205,25 @@ def _moved(full: JaxprEqn, labels: Sequence[Label]) -> Label:
 
 
 def _of_product(numbers: Any, shapes: list[tuple[int, ...]], labels: Sequence[Label]) -> Label:
-    """Returns where the layers are in a product: a batch dimension, or a free one of one factor."""
+    """Returns the dimension of a product for the layers of one factor, or of both."""
     contracting, batch = numbers
-    if isinstance(labels[0], int) and isinstance(labels[1], int):
-        pairs = list(zip(*batch, strict=True))
-        both = (labels[0], labels[1])
-        return pairs.index(both) if both in pairs else MIXED
-    side = 0 if isinstance(labels[0], int) else 1
-    used = {*contracting[side], *batch[side]}
-    free: list[Label] = [d for d in range(len(shapes[side])) if d not in used]
-    if labels[side] not in free:
-        return MIXED
-    others = len(shapes[0]) - len(contracting[0]) - len(batch[0]) if side else 0
-    return len(batch[0]) + others + free.index(labels[side])
+    results: set[Label] = set()
+    before = len(batch[0])  # dimensions of the result that come before the free ones of a factor
+    for paired, summed, shape, dim in zip(batch, contracting, shapes, labels, strict=True):
+        free = [d for d in range(len(shape)) if d not in (*paired, *summed)]
+        order = [*paired, *[None] * (before - len(paired)), *free]
+        if dim != SAME:
+            results.add(order.index(dim) if dim in order else MIXED)
+        before += len(free)
+    return results.pop() if len(results) == 1 else MIXED
 
 
 # -- loops and branches
 
 
 def _of_body(pair: Sequence[tuple], operands: Sequence[Label]) -> list[Label]:
-    """Returns the labels of the results of an inner jaxpr, given as both traces have it; all MIXED
-    where they differ."""
+    """Returns the labels of the results of an inner jaxpr, a pair of both traces; all MIXED if they
+    differ."""
     body, other = (flat(jaxpr, consts) for jaxpr, consts in pair)
     if not body.is_like(other):
         return [MIXED] * len(body.outvars)
@@ -233,28 +231,15 @@ def _of_body(pair: Sequence[tuple], operands: Sequence[Label]) -> list[Label]:
     return [label(v, w, labels) for v, w in zip(body.outvars, other.outvars, strict=True)]
 
 
-def _settled(
-    body: Callable[[list[Label]], list[Label]], carry: list[Label]
-) -> tuple[list[Label], list[Label]]:
-    """Returns the labels of what a loop carries once they change no more, and of all results."""
-    while True:
-        outs = body(carry)
-        pairs = zip(carry, outs[: len(carry)], strict=True)
-        joined: list[Label] = [a if a == b else MIXED for a, b in pairs]
-        if joined == carry or MIXED in joined:
-            return joined, outs
-        carry = joined
-
-
 def _through_scan(full: JaxprEqn, one: JaxprEqn, operands: list[Label]) -> list[Label]:
     num_consts, num_carry = _compat.scan_counts(full.params)
-    consts, xs = operands[:num_consts], operands[num_consts + num_carry :]
-    carry, outs = operands[num_consts : num_consts + num_carry], []
-    if 0 not in xs and full.params["length"] == one.params["length"]:  # 0: it walks over the layers
-        slices: list[Label] = [x - 1 if isinstance(x, int) else x for x in xs]
-        body = _compat.inner_jaxpr(full), _compat.inner_jaxpr(one)
-        carry, outs = _settled(lambda carry: _of_body(body, [*consts, *carry, *slices]), carry)
-    if MIXED in carry or not outs:
+    carry, xs = operands[num_consts : num_consts + num_carry], operands[num_consts + num_carry :]
+    if 0 in xs or full.params["length"] != one.params["length"]:  # 0: a scan over the layers
+        return [MIXED] * len(full.outvars)
+    slices: list[Label] = [x - 1 if isinstance(x, int) else x for x in xs]
+    bodies = _compat.inner_jaxpr(full), _compat.inner_jaxpr(one)
+    outs = _of_body(bodies, [*operands[: num_consts + num_carry], *slices])
+    if outs[:num_carry] != carry:
         return [MIXED] * len(full.outvars)
     return [*carry, *(y + 1 if isinstance(y, int) else y for y in outs[num_carry:])]
 

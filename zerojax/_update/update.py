@@ -1,9 +1,9 @@
 """An optimizer's update: traced once for a plan and its steps, and divided into parts.
 
-What reads the same state in host memory is one part: of Adam a parameter with its two moments, of
-an optimizer that sums over all parameters (Prodigy) everything. Such a part may run layer by layer
-where the note in `rules.py` proves that; what it needs that comes from gradients and
-parameters alone, such as their global norm, is computed before.
+Results that read the same state in host memory are one part: with Adam a parameter and its two
+moments, with an optimizer that sums over all parameters (Prodigy) everything. A part may run layer
+by layer where the note in `rules.py` proves that. What it needs that depends only on gradients and
+on state on the devices, such as a global norm, is computed before.
 """
 
 import dataclasses
@@ -13,69 +13,49 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax.core import Tracer
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh
 
+from zerojax import _compat
 from zerojax._kernel.jaxprs import is_var, type_of
 from zerojax._types import PyTree
 from zerojax._update import rules as _rules
 from zerojax._update.rules import SAME, Flat, Label
 
 OTHER_PROGRAM = "the optimizer's update of one layer is not the update of a stack"
-SETTINGS = """
-jax_default_matmul_precision jax_default_prng_impl jax_enable_x64 jax_numpy_dtype_promotion
-jax_threefry_partitionable
-"""
 TOGETHER = "the update reads it with other leaves"
 
 
 class Update:
     """The next leaves of a state as a function of a list of arrays, first of them the gradients.
 
-    It is traced once for the shapes that it is asked for, of which `shapes` are those that the plan
-    knows. Updates that have the same `identity` are the same function, and may share their traces.
+    JAX traces it once for the types that it is asked for, of which `shapes` are those that the plan
+    knows. Updates that have the same `identity` are the same function.
     """
 
     def __init__(
         self, function: Callable[[list], list], shapes: list[PyTree], identity: Hashable = None
     ) -> None:
-        self.function, self.shapes, self.identity = function, shapes, identity
-        self.traces: dict[Hashable, Flat] = {}
-
-    def sharing(self, other: "Update | None") -> "Update":
-        """Takes the traces of another update, if that is the same function."""
-        if other is not None and other.identity == self.identity:
-            self.traces = other.traces
-        return self
+        self.function, self.shapes, self.identity = jax.jit(function), shapes, identity
 
     def traced(self, shapes: Sequence[PyTree]) -> Flat:
-        """Returns the update as a program, without what nothing reads."""
-        types = [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in shapes]
-        # A user may have set these since; an update may name axes of the mesh.
-        settings = [getattr(jax.config, name) for name in SETTINGS.split()]
-        key = jax.sharding.get_abstract_mesh(), *settings, *types
-        program = self.traces.get(key)
-        if program is None:
-            closed = jax.make_jaxpr(self.function)(list(shapes))
-            program = _rules.flat(closed.jaxpr, closed.consts)
-            program = program.cut(program.outvars)
-            if not any(isinstance(value, Tracer) for value in program.constants.values()):
-                self.traces[key] = program
-        return program
+        """Returns the update as a program, without operations whose results nothing reads."""
+        jaxpr, consts = _compat.opened(self.function.trace(list(shapes)).jaxpr)
+        program = _rules.flat(jaxpr, consts)
+        return program.cut(program.outvars)
 
 
 def on_no_mesh() -> AbstractContextManager:
-    """Has an update traced as on one device: a mesh of Explicit axes would refuse some."""
+    """Traces an update as on one device, because a mesh of Explicit axes would refuse some."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Results that read the same state in host memory, by their positions and that state's.
+    """The positions of results that read the same state in host memory, and those of that state.
 
-    It can run layer by layer, over `length` layers, or at once (0); `why` says what keeps stacks
-    from the first.
+    A part runs layer by layer, over `length` layers, or at once (0). If it has stacks, `why` says
+    what prevents the former.
     """
 
     inputs: tuple[int, ...]
@@ -85,28 +65,28 @@ class Part:
 
 
 class InParts:
-    """An update in parts, which is traced for whole stacks and for one layer of each.
+    """An update in parts, traced for whole stacks and for one layer of each.
 
-    `streamed` has the positions of the inputs that rest in host memory, or are updated in backward;
+    `streamed` has the positions of the inputs that rest in host memory or that backward updates,
     `stacked` those of the stacks of layers.
     """
 
     def __init__(
-        self,
-        update: Update,
-        shapes: Sequence[PyTree],
-        streamed: Set[int],
-        stacked: Set[int],
+        self, update: Update, shapes: Sequence[PyTree], streamed: Set[int], stacked: Set[int]
     ) -> None:
         self.streamed, self.stacked = streamed, stacked
         self.full = update.traced(shapes)
         self.sources = self.full.origins(streamed)
+        layers = [
+            jax.ShapeDtypeStruct((1, *s.shape[1:]), s.dtype) if i in stacked else s
+            for i, s in enumerate(shapes)
+        ]
         try:
-            layers = [_of_layer(s) if i in stacked else s for i, s in enumerate(shapes)]
             self.one = update.traced(layers)
-        except Exception:  # an update may be for its own shapes alone
+        # A user's update that takes only its own shapes may raise anything; it then runs at once.
+        except Exception:
             self.one = dataclasses.replace(self.full, eqns=[])
-        self.before: list[tuple[Var, Var]] = []  # what is computed once, with its partner in `one`
+        self.before: list[tuple[Var, Var]] = []  # values computed once, with partners in `one`
         self.labels: dict[Any, Label] = {}
         self.mixers: dict[Var, str] = {}
         self.alike = self.full.is_like(self.one)
@@ -139,37 +119,33 @@ class InParts:
             return Part(inputs, outputs, why=OTHER_PROGRAM if stacks else "")
         lengths = {type_of(v).shape[0] for v in stacks}
         mixed = [self.full.outvars[k] for k in outputs if self.mixes(k)]
-        alone = len(stacks) == len(inputs)
-        if not mixed and len(lengths) == 1 and alone:
+        only_stacks = len(stacks) == len(inputs)
+        if not mixed and len(lengths) == 1 and only_stacks:
             return Part(inputs, outputs, lengths.pop())
         by = ", ".join(dict.fromkeys(self.mixers[v] for v in mixed if v in self.mixers))
-        why = f"{by} mixes {'layers' if alone else 'leaves'}"
+        why = f"{by} mixes {'layers' if only_stacks else 'leaves'}"
         return Part(inputs, outputs, why=why if by else TOGETHER)
 
     def mixes(self, k: int) -> bool:
-        """Whether a result is not proved to be computed layer by layer."""
+        """Whether the rules do not prove that a result is computed layer by layer."""
         pair = self.full.outvars[k], self.one.outvars[k]
         return not self.alike or _rules.label(*pair, self.labels) != 0
 
     def beforehand(self, free: Sequence[int]) -> Flat:
-        """Returns what is computed once: these of the free results, then what the parts need that
-        is not theirs."""
+        """Returns the program of what is computed once: these of the free results, then the values
+        that parts need from outside."""
         return self.full.cut([*(self.full.outvars[k] for k in free), *(v for v, _ in self.before)])
 
     def whole(self, part: Part) -> Flat:
-        """Returns what computes the results of a part."""
+        """Returns the program for the results of a part."""
         return self.full.cut([self.full.outvars[k] for k in part.outputs])
 
     def of_layer(self, outputs: Sequence[int]) -> Flat:
-        """Returns what computes one layer of some results.
+        """Returns the program for one layer of some results.
 
-        Its inputs are followed by what `beforehand` returned for it.
+        Its inputs are those of the update, and then the values that `beforehand` computes for it.
         """
-        given = [w for _, w in self.before]
-        eqns = [e for e in self.one.eqns if not any(v in given for v in e.outvars)]
-        cut = dataclasses.replace(self.one, invars=[*self.one.invars, *given], eqns=eqns)
+        known = [w for _, w in self.before]
+        eqns = [e for e in self.one.eqns if not any(v in known for v in e.outvars)]
+        cut = dataclasses.replace(self.one, invars=[*self.one.invars, *known], eqns=eqns)
         return cut.cut([self.one.outvars[k] for k in outputs])
-
-
-def _of_layer(stack: PyTree) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((1, *stack.shape[1:]), stack.dtype)

@@ -18,7 +18,6 @@ sums exactly, and only that sum, 1/8 of the bytes, crosses nodes (ZeRO++'s qgZ).
 """
 
 import dataclasses
-import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -118,10 +117,15 @@ class Quantized:
 
         They travel together, each as its own codec writes it.
         """
+        dims = [cut.dim for cut in cuts]
         names = {name for cut in cuts for name in names_in(cut.others)}
-        run = functools.partial(
-            summed_messages, dims=[cut.dim for cut in cuts], codecs=codecs, axes=axes
-        )
+
+        def run(sums: list[Array]) -> list[Array]:
+            with jax.named_scope(MESSAGES_SCOPE):
+                for axis in axes:
+                    sums = _hop(sums, dims, codecs, axis)
+            return sums
+
         if names:
             specs = [PartitionSpec(*cut.others) for cut in cuts]
             run = jax.shard_map(
@@ -131,20 +135,10 @@ class Quantized:
             return [total.astype(x.dtype) for total, x in zip(run(list(grads)), grads, strict=True)]
 
 
-def summed_messages(
-    arrays: Sequence[Array], dims: Sequence[int], codecs: Sequence[Quantized], axes: Axes
-) -> list[Array]:
-    """Returns this device's part, along its dimension, of the sum of each array over the axes."""
-    sums = list(arrays)
-    with jax.named_scope(MESSAGES_SCOPE):
-        for axis in axes:
-            sums = _hop(sums, dims, codecs, axis)
-    return sums
-
-
 def _hop(
     arrays: Sequence[Array], dims: Sequence[int], codecs: Sequence[Quantized], axis: str
 ) -> list[Array]:
+    """Returns this device's part, along its dimension, of the sum of each array over an axis."""
     size = lax.axis_size(axis)
 
     def split_up(array: Array, dim: int) -> Array:
@@ -164,13 +158,9 @@ def _hop(
     rows = [lax.bitcast_convert_type(part, jnp.int8).reshape(size, -1) for part in sent]
     message = jnp.concatenate(rows, axis=1)
     came = lax.all_to_all(message, axis, split_axis=0, concat_axis=0, tiled=True)
-    ends = list(itertools.accumulate(row.shape[1] for row in rows))
-    received = iter(
-        [
-            from_bytes(came[:, end - row.shape[1] : end], part)
-            for end, row, part in zip(ends, rows, sent, strict=True)
-        ]
-    )
+    ends = itertools.accumulate(row.shape[1] for row in rows)
+    pieces = [came[:, end - row.shape[1] : end] for end, row in zip(ends, rows, strict=True)]
+    received = map(from_bytes, pieces, sent)
     read = [tuple(itertools.islice(received, len(parts))) for parts in written]
     return [jnp.sum(codec.decode(parts), axis=0) for codec, parts in zip(codecs, read, strict=True)]
 
