@@ -1,7 +1,7 @@
-"""Options declared once, as fields of a dataclass.
+"""Options that are declared once, as fields of a dataclass.
 
-The signature and the help of each function that takes them, their checks, and the flags of the
-command line are made from the fields: who adds one edits no other line.
+The signature, the help and the checks of each function that takes them, and the flags of the
+command line, are made from the fields: to add an option, add a field.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ WIDTH = 96
 def option(
     default: Any, text: str, *, check: Callable[[Any], Any] | None = None, flag: Any = None
 ) -> Any:
-    """Declares an option: its default and its help, for those who call and for those who read.
+    """Declares an option, with its default and its help.
 
     Arguments:
-        check: returns the value as the library uses it, and raises for one that it does not know.
-        flag: the keyword arguments of `argparse` for the command line; None, where it has no flag.
+        check: returns the value as the library uses it, and raises for an invalid one.
+        flag: the keyword arguments of `argparse`; None for an option without a flag.
     """
     metadata = {"text": " ".join(text.split()), "check": check, "flag": flag}
     return dataclasses.field(default=default, metadata=metadata)
@@ -49,7 +49,7 @@ def switch(name: str) -> Callable[[Any], bool]:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """A set of options, each checked where it is given."""
+    """A set of options; making one checks each."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -58,7 +58,7 @@ class Options:
 
 
 class _Takes(Protocol[P, S]):
-    """Gives a function of one, two or three arguments the options as further ones."""
+    """Adds options to the one, two or three arguments of a function."""
 
     @overload
     def __call__(self, function: Callable[[A, S], R], /) -> Callable[Concatenate[A, P], R]: ...
@@ -73,14 +73,14 @@ class _Takes(Protocol[P, S]):
 
 
 def takes(options: Callable[P, S]) -> _Takes[P, S]:
-    """Has a function take options one by one, and receive them as one value, its last argument.
+    """Lets callers pass options one by one to a function that receives them as its last argument.
 
-    Type checkers and editors see each option, by the signature of the dataclass; so do `help` and
-    `inspect.signature`. `{options}` in the docstring becomes their help.
+    The signature of the dataclass shows each option to type checkers, editors, `help` and
+    `inspect.signature`. Their help replaces `{options}` in the docstring.
     """
 
     def decorate(function: Callable[..., R]) -> Any:
-        made: Any = options
+        make: Any = options
         *own, last = inspect.signature(function).parameters.values()
         fields = inspect.signature(options).parameters.values()
         signature = inspect.Signature([*own, *fields])
@@ -88,11 +88,14 @@ def takes(options: Callable[P, S]) -> _Takes[P, S]:
         @functools.wraps(function)
         def call(*args: Any, **named: Any) -> R:
             try:
-                given = signature.bind(*args, **named).arguments
+                values = signature.bind(*args, **named).arguments
             except TypeError as error:
-                raise TypeError(f"{function.__name__}: {error}{_near(named, signature)}") from None
-            own_values = {p.name: given.pop(p.name) for p in own if p.name in given}
-            return function(**own_values, **{last.name: made(**given)})
+                unknown = [name for name in named if name not in signature.parameters] or [""]
+                close = difflib.get_close_matches(unknown[0], signature.parameters, n=1)
+                meant = f" Did you mean {close[0]}=?" if close else ""
+                raise TypeError(f"{function.__name__}: {error}.{meant}") from None
+            own_values = {p.name: values.pop(p.name) for p in own if p.name in values}
+            return function(**own_values, **{last.name: make(**values)})
 
         call.__signature__, call.options = signature, options  # type: ignore
         call.__doc__ = _with_help(function.__doc__ or "", options)
@@ -105,27 +108,16 @@ def _with_help(text: str, options: Any) -> str:
     """Puts the help of each option into a docstring, in place of `{options}`."""
     if not (place := re.search(rf"^( *){re.escape(HERE)}$", text, re.MULTILINE)):
         return text
-    wrapped = [
-        textwrap.fill(
-            f"{name}: {help}",
-            width=WIDTH,
-            initial_indent=place[1],
-            subsequent_indent=place[1] + " " * 4,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for name, help in helps(options).items()
+    wrapper = textwrap.TextWrapper(
+        width=WIDTH,
+        initial_indent=place[1],
+        subsequent_indent=place[1] + " " * 4,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    helps = [
+        wrapper.fill(f"{field.name}: {field.metadata['text']}")
+        for field in dataclasses.fields(options)
+        if field.metadata
     ]
-    return text[: place.start()] + "\n".join(wrapped) + text[place.end() :]
-
-
-def helps(options: Any) -> dict[str, str]:
-    """Returns the help of each option, by name."""
-    return {f.name: f.metadata["text"] for f in dataclasses.fields(options) if f.metadata}
-
-
-def _near(named: dict[str, Any], signature: inspect.Signature) -> str:
-    """Names the option that a user may have meant by one that there is not."""
-    unknown = [name for name in named if name not in signature.parameters]
-    close = difflib.get_close_matches(unknown[0], signature.parameters, n=1) if unknown else []
-    return f". Did you mean {close[0]}=?" if close else "."
+    return text[: place.start()] + "\n".join(helps) + text[place.end() :]

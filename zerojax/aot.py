@@ -1,4 +1,4 @@
-"""Meshes of GPUs that are not there: XLA compiles for them, but nothing runs on them.
+"""Meshes of GPUs that this machine lacks: XLA compiles for them, but nothing runs on them.
 
 mesh = zerojax.aot.mesh("64xH100")
 plan = zerojax.plan(make_state, stage=3, mesh=mesh)
@@ -26,7 +26,6 @@ from zerojax._plan.plan import Plan, check_plan
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import Device, PyTree, is_key
 from zerojax.tools._hlo import gpus as _gpus
-from zerojax.tools._hlo.gpus import Gpu
 
 PER_HOST = 8
 
@@ -41,11 +40,11 @@ def mesh(
     """Makes a mesh of GPUs to compile for, such as "64xH100"; pass it wherever a mesh goes.
 
     Arguments:
-        gpus: how many of which GPU; the known ones are T4, L4, L40S, A10G, RTX4090, RTX5090,
-            V100-16GB, V100-32GB, A100-40GB, A100-80GB, H20, H100, H200, B200, B300, and the
-            superchips GH200, GB200 and GB300. `docs/gpus.md` says what is known of each.
+        gpus: how many of which GPU: T4, L4, L40S, A10G, RTX4090, RTX5090, V100-16GB, V100-32GB,
+            A100-40GB, A100-80GB, H20, H100, H200, B200, B300, or the superchips GH200, GB200 and
+            GB300. `docs/gpus.md` says what is known of each.
         shape, axis_names: as in `jax.make_mesh`; by default one axis, `data`, over all of them.
-        per_host: GPUs of a host; fewer GPUs than that are one host.
+        per_host: the number of GPUs on a host; fewer GPUs than that are on one host.
 
     Example:
         >>> mesh = zerojax.aot.mesh("64xH100", shape=(8, 8), axis_names=("replica", "data"))
@@ -90,16 +89,21 @@ def batch(shapes: PyTree, plan: Plan, *, batch_specs: PyTree = None) -> PyTree:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(plan.mesh, spec))
 
     leaves, treedef = jax.tree.flatten(shapes)
-    return treedef.unflatten(
-        map(placed, leaves, _batch.roles((shapes,), batch_specs, plan.batch_axes))
-    )
+    roles = _batch.roles((shapes,), batch_specs, plan.batch_axes)
+    return treedef.unflatten(map(placed, leaves, roles))
 
 
 @functools.cache
 def _devices(name: str, hosts: int, local: int) -> list[Device]:
     check_packages()
-    _check_compiles(_gpus.GPUS[name])
-    # The plugin reads it when it is first loaded; without it, it refuses machines without a driver.
+    gpu = _gpus.GPUS[name]
+    if gpu.chip.capability < _gpus.CUDA_13 and _cuda() == "cuda13":  # XLA may end the process
+        raise ModuleNotFoundError(
+            f"CUDA 13 does not compile for a {name}; CUDA 12 does. Make an environment without "
+            f"jax-cuda13-plugin, and run there: pip install zerojax jax=={jax.__version__} && "
+            f"{install_command('cuda12')}"
+        )
+    # The plugin refuses machines without a driver, unless it finds this when it is first loaded.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     jax.devices()  # backends must exist before a topology is asked for
     _compat.assume_cudnn()
@@ -107,22 +111,22 @@ def _devices(name: str, hosts: int, local: int) -> list[Device]:
         topology = topologies.get_topology_desc(
             name,
             platform="cuda",
-            # Partitions, by which XLA means NVLink's reach, of one host each. To hosts within it
-            # XLA's scheduler knows no wires: it took each collective between them for one of 5 ms.
+            # One partition, which is as far as NVLink reaches, for each host. XLA's scheduler has
+            # no model of wires between hosts of a partition: it assumes 5 ms for a collective.
             topology=f"{hosts}x1x{local}",
-            target_config=_gpus.GPUS[name].target_config(),
+            target_config=gpu.target_config(),
         )
     except NotImplementedError as error:
         raise RuntimeError(
-            "JAX was in use before in this process, and gave up its CUDA plugin because there is "
-            "no driver here. Set JAX_PLATFORMS=cpu or JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before JAX "
+            "this process used JAX before, which gave up its CUDA plugin because this machine has "
+            "no driver. Set JAX_PLATFORMS=cpu or JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before JAX "
             "is imported: in a notebook in the first cell, os.environ['JAX_PLATFORMS'] = 'cpu'."
         ) from error
     return list(topology.devices)
 
 
 def check_packages() -> None:
-    """Raises if a package is missing without which the compiler would end the process.
+    """Raises if a package is missing, without which the compiler would end the process.
 
     Example:
         >>> zerojax.aot.check_packages()  # raises ModuleNotFoundError with the pip line
@@ -148,9 +152,9 @@ def check_packages() -> None:
 
 
 def install_command(cuda: str = "cuda13") -> str:
-    """Returns the command that installs what compiling for GPUs needs: 0.7 GB, no CUDA libraries.
+    """Returns the command that installs the compiler for GPUs: 0.7 GB, without CUDA libraries.
 
-    It keeps the JAX that is installed, and fetches the compiler that matches it.
+    It keeps the installed JAX, and fetches the compiler that matches it.
 
     Example:
         >>> print(zerojax.aot.install_command())
@@ -158,16 +162,6 @@ def install_command(cuda: str = "cuda13") -> str:
     """
     tools = "nvidia-cuda-nvcc" if cuda == "cuda13" else f"nvidia-cuda-nvcc-{cuda.replace('da', '')}"
     return f"pip install 'jax[{cuda}-local]' {tools}"
-
-
-def _check_compiles(gpu: Gpu) -> None:
-    """Raises for a GPU that CUDA 13 compiles for no more, where XLA may end the process."""
-    if gpu.chip.capability < _gpus.CUDA_13 and _cuda() == "cuda13":
-        raise ModuleNotFoundError(
-            f"CUDA 13 does not compile for a {gpu.name}; CUDA 12 does. Make an environment without "
-            f"jax-cuda13-plugin, and run there: pip install zerojax jax=={jax.__version__} && "
-            f"{install_command('cuda12')}"
-        )
 
 
 def _cuda() -> str:
@@ -181,8 +175,8 @@ def _is_installed(module: str) -> bool:
 
 
 def _find_tool(relative: str) -> pathlib.Path | None:
-    """Looks for a tool inside the wheels that NVIDIA publishes."""
+    """Looks for a tool in NVIDIA's wheels."""
     spec = importlib.util.find_spec("nvidia")
-    roots = [] if spec is None else list(spec.submodule_search_locations or [])
+    roots = (spec and spec.submodule_search_locations) or []
     paths = (path for root in roots for path in pathlib.Path(root).glob(f"*/{relative}"))
     return next(paths, None)

@@ -33,7 +33,6 @@ from zerojax._loss import arguments as _arguments
 from zerojax._loss.trace import split_aux
 from zerojax._plan import move as _move, planner as _planner
 from zerojax._plan.plan_options import PlanOptions
-from zerojax._plan.precision import storing
 from zerojax._state import carried as _carried, nnx_state as _nnx_state, refusals as _refusals
 from zerojax._state.nnx_state import State as State, Variables, state as state, update as update
 from zerojax._state.state import state_of
@@ -102,12 +101,12 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
         source = state(model, optimizer)
     planned = {f.name: getattr(options, f.name) for f in dataclasses.fields(PlanOptions)}
     placed = _planner.shard_train_state(source, **planned)
-    tx = getattr(optimizer.tx, "original", optimizer.tx)
-    stored = storing(tx, optimizer.opt_state, options.precision)
-    if stored is not tx:  # the optimizer gets variables for a state of another structure
-        like = nnx.eval_shape(lambda m: nnx.Optimizer(m, stored, wrt=optimizer.wrt), model)
+    if options.precision is not None and options.precision.stores:
+        # The optimizer gets variables for a state of another structure.
+        tx = placed.tx.original
+        like = nnx.eval_shape(lambda m: nnx.Optimizer(m, tx, wrt=optimizer.wrt), model)
         optimizer.opt_state = like.opt_state
-    optimizer.tx = _carried.PlannedTransformation(stored, _carried.carried_plan(placed))
+    optimizer.tx = placed.tx
     update(model, optimizer, placed)
     return model, optimizer
 

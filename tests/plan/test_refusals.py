@@ -181,7 +181,6 @@ ONLY = r"moments can be stored only in bfloat16.*Pass 'bfloat16', or leave momen
         ),
         (precision(moments="float16"), rf"moments='float16': {ONLY}"),
         (precision(moments="float8_e4m3fn"), rf"moments='float8_e4m3fn': {ONLY}"),
-        (lambda: zerojax.manual.narrow_moments(ADAM, "float32"), rf"moments='float32': {ONLY}"),
         (lambda: zerojax.plan(PAIR, precision=BF16), NO_OPTIMIZER),
         (lambda: zerojax.plan(PAIR, precision=MOMENTS), NO_OPTIMIZER),
         (lambda: zerojax.shard_train_state(PAIR, precision=BF16), NO_OPTIMIZER),

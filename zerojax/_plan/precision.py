@@ -215,9 +215,7 @@ class NarrowState(NamedTuple):
     inner: PyTree
 
 
-def narrow_moments(
-    tx: optax.GradientTransformation, dtype: DTypeLike = "bfloat16"
-) -> optax.GradientTransformationExtraArgs:
+def narrow_moments(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Runs `tx` in float32, and keeps its moments in bfloat16 between updates.
 
     `zerojax.Precision(moments=)` says which arrays those are and how they are rounded, so that
@@ -231,7 +229,6 @@ def narrow_moments(
         bfloat16
     """
     _refusals.check_tx(tx)
-    Precision(moments=jnp.dtype(dtype))  # raises for other dtypes
     tx = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> NarrowState:
@@ -291,19 +288,6 @@ def _hash(bits: Array) -> Array:
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
     bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
     return bits ^ (bits >> 16)
-
-
-def storing(
-    tx: optax.GradientTransformation, opt_state: PyTree, precision: Precision | None
-) -> optax.GradientTransformation:
-    """Returns the optimizer that `stored_with` makes of `tx`, whose state is `opt_state`."""
-    if precision is None:
-        return tx
-    if precision.moments is not None and not _holds(opt_state, NarrowState):
-        tx = narrow_moments(tx)
-    if precision.master is not None and not _holds(opt_state, MasterState):
-        tx = master_weights(tx, precision.master)
-    return tx
 
 
 def _holds(opt_state: PyTree, kind: type) -> bool:
