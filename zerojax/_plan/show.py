@@ -116,9 +116,8 @@ def leaf_text(plan: Layout, path: str) -> str:
     if path not in leaves:
         raise ValueError(f"no leaf {path!r} in this plan. {paths_like(path, list(leaves))}")
     leaf = leaves[path]
-    nbytes = human_bytes(leaf.bytes_per_device(plan.mesh))
-    text = f"{path}: {leaf.dtype}{shape_text(leaf)}, {nbytes} of {human_bytes(leaf.nbytes)}"
-    text += " on each device"
+    part, full = human_bytes(leaf.bytes_per_device(plan.mesh)), human_bytes(leaf.nbytes)
+    text = f"{path}: {leaf.dtype}{shape_text(leaf)}, {part} of {full} on each device"
     if leaf.reason:
         text += f", {'replicated: ' if leaf.dim is None else ''}{leaf.reason}"
     if plan.is_grouped and leaf.dim is not None:
@@ -133,15 +132,9 @@ def leaf_text(plan: Layout, path: str) -> str:
     for device in plan.mesh.devices.flat:
         holders[_part_text(held[device], leaf)].append(str(device.id))
     width = max(map(len, holders))
-    return "\n".join(
-        [
-            text,
-            *[
-                f"  {part.ljust(width)}  device{'s' * (len(ids) > 1)} {', '.join(ids)}"
-                for part, ids in holders.items()
-            ],
-        ]
-    )
+    for part, ids in holders.items():
+        text += f"\n  {part.ljust(width)}  device{'s' * (len(ids) > 1)} {', '.join(ids)}"
+    return text
 
 
 def shape_text(leaf: LeafPlan) -> str:
@@ -169,8 +162,8 @@ def plan_title(plan: Layout) -> str:
 
 
 def groups_text(groups: Groups) -> str:
-    over = {kind: " x ".join(axes) for kind, axes in vars(groups).items() if axes}
-    return ", ".join(f"{kind} over {axes}" for kind, axes in over.items())
+    kinds = [(kind, axes) for kind, axes in vars(groups).items() if axes]
+    return ", ".join(f"{kind} over {' x '.join(axes)}" for kind, axes in kinds)
 
 
 def plan_table(plan: Layout) -> Table:
@@ -254,11 +247,9 @@ def _memory(plan: Layout, leaf: LeafPlan) -> str:
     if plan.update is None:
         return "host, updated as tx= allows: this plan has no tx="
     part = plan.host_parts.get(leaf.path)
-    if part is None:
-        return "host, updated at once"
-    if part.length:
+    if part is not None and part.length:
         return "host, updated layer by layer"
-    return f"host, updated at once{f': {part.why}' if part.why else ''}"
+    return f"host, updated at once{f': {part.why}' if part is not None and part.why else ''}"
 
 
 def _sent_as(plan: Layout, leaf: LeafPlan) -> str:
