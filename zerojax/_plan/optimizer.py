@@ -68,23 +68,21 @@ def _check_match(opt_state: PyTree, remade: PyTree) -> None:
         {leaf.name: tuple(shape_dtype(leaf.value).shape) for leaf in leaves_with_paths(tree)}
         for tree in (opt_state, remade)
     )
-    remedy = "Make it again: opt_state = tx.init(params)."
     for path in [*sorted(have.keys() ^ want.keys()), *have]:
         shape, wanted = have.get(path), want.get(path)
         if shape == wanted:
             continue
-        if wanted is None:
-            odd = "is only in the state"
-        elif shape is None:
-            odd = "is missing from the state"
-        else:
-            odd = f"has shape {shape}, and tx.init(params) makes {wanted}"
-            if shape[1:] == wanted:
-                remedy = (
-                    "If the state is a stack of copies, as for jax.pmap, pass one of them: "
-                    "flax.jax_utils.unreplicate(state)."
-                )
-        raise ValueError(f"optimizer and parameters do not match: opt_state/{path} {odd}. {remedy}")
+        remedy = "Make it again: opt_state = tx.init(params)."
+        if shape and shape[1:] == wanted:
+            remedy = (
+                "If the state is a stack of copies, as for jax.pmap, pass one of them: "
+                "flax.jax_utils.unreplicate(state)."
+            )
+        got, makes = ("nothing" if x is None else f"shape {x}" for x in (shape, wanted))
+        raise ValueError(
+            f"optimizer and parameters do not match: opt_state/{path} has {got}, and "
+            f"tx.init(params) makes {makes}. {remedy}"
+        )
 
 
 def followed(

@@ -22,7 +22,7 @@ def _stage(stage: object) -> object:
     return stage
 
 
-TX = option(None, "the optimizer, for states that do not carry theirs.", check=check_tx)
+TX = option(None, "the optimizer, for states that do not carry one.", check=check_tx)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,23 +36,23 @@ class PlanOptions(Options):
     )
     _: dataclasses.KW_ONLY
     mesh: Mesh | None = option(
-        None, "the devices; default, all of them along one axis `data`. Axes must be Auto."
+        None, "the devices; default, all of them on one axis `data`. Its axes must be Auto."
     )
     axis: str | Sequence[str] | None = option(
         None,
-        """the mesh axis or axes that the batch is split over; default, the only one or `data`,
-        with `groups` all of them.""",
+        """the mesh axis or axes that the batch is split over; default, the only one or `data`, and
+        with `groups` all.""",
     )
     groups: Mapping[str, str | Sequence[str]] | None = option(
         None,
-        """the axes over which each kind of array is sharded, where that is not over all axes of
-        the batch: `{"params": "gpu", "grads": "gpu", "opt_state": ("gpu", "node")}`. What shards
-        parameters shards gradients too, and what shards these the optimizer state. Kinds left out
-        are sharded as the stage says; devices along the other axes are replicas.""",
+        """the axes that shard each kind of array, if not all axes of the batch do:
+        `{"params": "gpu", "grads": "gpu", "opt_state": ("gpu", "node")}`. Axes that shard
+        parameters must shard gradients, and those the optimizer state. The stage decides for kinds
+        that you leave out; devices along the other axes are replicas.""",
     )
     overrides: Mapping[str, PartitionSpec] | None = option(
         None,
-        """`{path regex: PartitionSpec}` for parameters, matched against paths such as
+        """`{path regex: PartitionSpec}` for parameters, whose paths are such as
         `params/dense/kernel`; the optimizer state follows.""",
     )
     min_shard_size: int = option(
@@ -60,33 +60,32 @@ class PlanOptions(Options):
     )
     stacked: str | None = option(
         None,
-        """a path regex for parameters whose first dimension counts layers; default, what the
-        shapes suggest.""",
+        """a path regex for parameters whose first dimension counts layers; default, those whose
+        shapes suggest it.""",
     )
     pad: bool = option(
         True,
-        """shard leaves of which the number of devices divides no dimension: they rest with zeros
-        at the end of one. Losses and optimizers see the shapes without them, and so do
-        checkpoints; `zerojax.unpad(state)` shows them. Where False, such leaves are
-        replicated.""",
+        """shard leaves even if the devices divide none of their dimensions: such leaves rest with
+        zeros at the end of one. Losses, optimizers and checkpoints see the shapes without them, as
+        `zerojax.unpad(state)` does. False replicates such leaves.""",
     )
     precision: Precision | None = option(
         None,
-        """dtypes: `param=` stores parameters in one, `master=` keeps wider copies of them in the
-        optimizer state, whose moments rest in `moments=`; steps compute in `compute=` and reduce
-        in `reduce=`.""",
+        """dtypes: parameters are stored in `param=`, wider copies of them in the optimizer state
+        in `master=`, its moments in `moments=`; steps compute in `compute=` and reduce in
+        `reduce=`.""",
         check=check_precision,
     )
     offload: Offload | str | Sequence[str] | None = option(
         None,
-        """what rests in host memory between steps, from where a step brings it to the devices a
-        part at a time: "opt_state", ("opt_state", "params"), or a `zerojax.Offload`, which says
-        how much of it.""",
+        """what rests in host memory between steps: "opt_state", ("opt_state", "params"), or a
+        `zerojax.Offload`, which says how much of it. A step copies it to the devices a part at a
+        time.""",
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateOptions(PlanOptions):
-    """How a state is placed that may not carry its optimizer."""
+    """How a state is placed that may lack an optimizer."""
 
     tx: optax.GradientTransformation | None = TX
