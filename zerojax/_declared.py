@@ -11,12 +11,10 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 A = TypeVar("A")
-B = TypeVar("B")
-C = TypeVar("C")
-S = TypeVar("S", covariant=True)
+S = TypeVar("S")
 R = TypeVar("R")
 P = ParamSpec("P")
 HERE = "{options}"  # where a docstring gets the help of the options
@@ -36,43 +34,22 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def switch(name: str) -> Callable[[Any], bool]:
-    """Returns the check of an option that is on or off."""
-
-    def check(value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} must be True or False.")
-        return value
-
-    return check
-
-
 @dataclasses.dataclass(frozen=True)
 class Options:
     """A set of options; making one checks each."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is bool and not isinstance(value, bool):
+                raise TypeError(f"{field.name}={value!r} must be True or False.")
             if check := field.metadata.get("check"):
-                object.__setattr__(self, field.name, check(getattr(self, field.name)))
+                object.__setattr__(self, field.name, check(value))
 
 
-class _Takes(Protocol[P, S]):
-    """Adds options to the one, two or three arguments of a function."""
-
-    @overload
-    def __call__(self, function: Callable[[A, S], R], /) -> Callable[Concatenate[A, P], R]: ...
-    @overload
-    def __call__(
-        self, function: Callable[[A, B, S], R], /
-    ) -> Callable[Concatenate[A, B, P], R]: ...
-    @overload
-    def __call__(
-        self, function: Callable[[A, B, C, S], R], /
-    ) -> Callable[Concatenate[A, B, C, P], R]: ...
-
-
-def takes(options: Callable[P, S]) -> _Takes[P, S]:
+def takes(
+    options: Callable[P, S],
+) -> Callable[[Callable[[A, S], R]], Callable[Concatenate[A, P], R]]:
     """Lets callers pass options one by one to a function that receives them as its last argument.
 
     The signature of the dataclass shows each option to type checkers, editors, `help` and

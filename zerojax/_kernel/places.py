@@ -211,8 +211,6 @@ class Rule:
     pad: bool
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pad, bool):
-            raise TypeError(f"pad={self.pad!r} must be True or False.")
         if not isinstance(self.min_shard_size, int) or self.min_shard_size < 0:
             raise ValueError(
                 f"min_shard_size must be a number of elements, got {self.min_shard_size!r}. Use 0 "

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Concatenate, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +34,18 @@ from zerojax._types import PyTree, is_key
 from zerojax._warn import warn
 from zerojax._wire.codecs import sums_narrow
 
+P = ParamSpec("P")
+F = Callable[..., PyTree]
 
-@takes(ValueOptions)
+
+def _takes(
+    options: Callable[P, Any],
+) -> Callable[[F], Callable[Concatenate[F, Plan, P], F]]:
+    """Has type checkers see the options, as `takes` does, after two arguments."""
+    return takes(options)  # type: ignore[reportReturnType]
+
+
+@_takes(ValueOptions)
 def value_and_grad(
     loss_fn: Callable[..., PyTree], plan: Plan, options: ValueOptions
 ) -> Callable[..., PyTree]:

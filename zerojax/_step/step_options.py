@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from zerojax import _compat
-from zerojax._declared import Options, option, switch
+from zerojax._declared import Options, option
 from zerojax._features import xla_options as _xla_options
 from zerojax._kernel.body import How
 from zerojax._kernel.places import as_names, slow
@@ -225,11 +225,8 @@ class StepOptions(GradOptions):
         """where the loss or the norm of the gradients is not finite, leave parameters, optimizer
         state and `mutable` fields as they were, bit by bit; `metrics["skipped"]` is 1 then and 0
         otherwise. An integer field `skipped` of the state keeps the total.""",
-        check=switch("skip_nonfinite"),
     )
-    donate: bool = option(
-        True, "give the old state's memory to the new one.", check=switch("donate")
-    )
+    donate: bool = option(True, "give the old state's memory to the new one.")
     compiler_options: Mapping[str, int | bool | str] | None = option(
         None,
         "as in `jax.jit`; they override those that the step chooses on GPUs.",
@@ -283,7 +280,6 @@ class ValueOptions(GradOptions):
         False,
         """as in JAX. Aux leaves are averaged, in float32 at least; those with a row for each
         example are concatenated along the batch instead.""",
-        check=switch("has_aux"),
     )
 
 

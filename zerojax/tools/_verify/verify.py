@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from zerojax._declared import option, switch, takes
+from zerojax._declared import option, takes
 from zerojax._loss import arguments as _arguments, batch as _batch
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields, without_fields
@@ -64,7 +64,6 @@ class VerifyOptions(EvalOptions):
         True,
         """whether the loss should be that of the whole batch too. With a key, the two are compared
         with all random numbers alike: dropout keeps everything.""",
-        check=switch("whole_batch"),
     )
     tolerance: float | None = option(
         None,
