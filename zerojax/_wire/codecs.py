@@ -159,7 +159,7 @@ def _hop(
     message = jnp.concatenate(rows, axis=1)
     came = lax.all_to_all(message, axis, split_axis=0, concat_axis=0, tiled=True)
     ends = itertools.accumulate(row.shape[1] for row in rows)
-    pieces = [came[:, end - row.shape[1] : end] for end, row in zip(ends, rows, strict=True)]
+    pieces = (came[:, end - row.shape[1] : end] for end, row in zip(ends, rows, strict=True))
     received = map(from_bytes, pieces, sent)
     read = [tuple(itertools.islice(received, len(parts))) for parts in written]
     return [jnp.sum(codec.decode(parts), axis=0) for codec, parts in zip(codecs, read, strict=True)]
