@@ -1,10 +1,8 @@
-"""What happens to files: damage, a full disk, and pipes in their places."""
+"""What happens to files: damage, and a full disk."""
 
 import contextlib
-import os
 import pathlib
 import resource
-import threading
 
 
 def files_of(path):
@@ -33,30 +31,3 @@ def full_disk(most=100_000):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@contextlib.contextmanager
-def pipe_for(file):
-    """A named pipe in the place of a file, for which nobody waits: its end comes after a second."""
-    whole = file.read_bytes() if file.exists() else None
-    file.unlink(missing_ok=True)
-    os.mkfifo(file)
-    over, waited = threading.Event(), []
-
-    def end():
-        while not over.wait(1.0):
-            with contextlib.suppress(OSError):  # nobody waits
-                os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
-                waited.append(file)
-
-    ending = threading.Thread(target=end)
-    ending.start()
-    try:
-        yield
-    finally:
-        over.set()
-        ending.join()
-        file.unlink(missing_ok=True)
-        if whole is not None:
-            file.write_bytes(whole)
-    assert not waited

@@ -146,7 +146,7 @@ def test_what_is_unfinished_or_damaged_is_not_resumed_from(tmp_path):
             checkpoints.resume(STATE)
         state, saved = checkpoints.resume(STATE, step=2)
         assert saved.step == 2 and np.all(state["w"] == STATE["w"] + 2)
-        with pytest.raises(ValueError, match=r"something else is writing to .*path of its own"):
+        with pytest.raises(ValueError, match=r"another process is writing to .*its own path"):
             zerojax.Checkpoints(tmp_path)
         checkpoints.save(8, STATE)
     assert not leftover.exists() and not (tmp_path / ".lock").exists()
@@ -185,7 +185,7 @@ def test_what_others_saved_goes_on_from_the_step_of_its_directory(tmp_path):
         both = {"state": ocp.args.StandardSave(STATE), "data": ocp.args.JsonSave({"row": 7})}
         manager.save(40, args=ocp.args.Composite(**both))
     with zerojax.Checkpoints(tmp_path / "orbax") as checkpoints:
-        with pytest.warns(UserWarning, match="40 is not zerojax's: its state is read, and data be"):
+        with pytest.warns(UserWarning, match="write .*/40: it reads the state, but not data be"):
             state, saved = checkpoints.resume({"w": np.zeros_like(STATE["w"])})
         assert_equal_bits(state, STATE)
         assert saved.step == 40 and saved.data is None
@@ -212,7 +212,7 @@ def test_steps_and_states_that_cannot_be_saved(tmp_path):
         assert [type(n) for n in checkpoints.steps()] == [int, int]
         with pytest.raises(ValueError, match=r"step 4 is saved .* already.*resume\(\)"):
             checkpoints.save(4, STATE)
-    with pytest.raises(ValueError, match=r"step 5 cannot be saved: .*closed. Save inside of"):
+    with pytest.raises(ValueError, match=r"step 5 cannot be saved: .*closed. Save inside their"):
         checkpoints.save(5, STATE)
 
 
@@ -248,26 +248,12 @@ def test_a_directory_named_like_a_step_is_none(tmp_path):
     with zerojax.Checkpoints(tmp_path, keep=2) as checkpoints:
         assert checkpoints.steps() == [1] and checkpoints.resume(STATE)[1].step == 1
         for n in (8, 9):
-            with pytest.raises(ValueError, match=rf"/{n} is no checkpoint, and nothing.*Remove it"):
+            with pytest.raises(ValueError, match=rf"/{n} is not a checkpoint, and noth.*Remove it"):
                 checkpoints.save(n, STATE)
         checkpoints.save(7, STATE)
         checkpoints.wait()
         assert checkpoints.steps() == [1, 7]  # keep= counts checkpoints alone
     assert (tmp_path / "8" / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("damage", [b"[" * 10**5, b'{"loss\0": 1}', None])
-def test_a_damaged_file_of_metrics_costs_a_rank_and_nothing_more(tmp_path, damage):
-    save_steps(tmp_path, 1, 2, 3, best="loss")
-    file = tmp_path / "3" / "metrics" / "metrics"  # the best one's
-    file.unlink() if damage is None else file.write_bytes(damage)
-    with pytest.warns(match=r"3/metrics/metrics cannot be read .*step 3 has no rank.*until you"):
-        checkpoints = zerojax.Checkpoints(tmp_path, keep=1, best="loss")
-    with checkpoints:
-        assert checkpoints.best() == 2 and checkpoints.steps() == [1, 2, 3]
-        checkpoints.save(4, STATE, metrics={"loss": 9.0})
-        checkpoints.wait()
-        assert checkpoints.steps() == [2, 3, 4]
 
 
 NAN = float("nan")

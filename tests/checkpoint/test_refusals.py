@@ -56,7 +56,7 @@ def loop(**options):
     return lambda at: zerojax.Checkpoints(at / "new", **options)
 
 
-EVERY = r"every and keep are positive \(keep=None keeps all\)"
+EVERY = r"every and keep must be positive integers \(keep=None keeps all\)"
 NO_PATTERN = "is no path pattern. Pass one regular expression"
 REFUSED = [
     (save(STATE, "c", step=2), r"/c exists, and nothing is overwritten. Save to a new path"),
@@ -64,38 +64,41 @@ REFUSED = [
     (save(STATE, "file/c"), r"/file/c cannot be written \(.*Choose another directory"),
     (save({"p": {"w": W, "n": "adam"}}), r"p/n is a str, not an array. Make it a static field"),
     (save({}), "no leaves, so there is nothing to save"),
-    (save(SHAPES), "w is a shape without values. Pass a state that is made"),
+    (save(SHAPES), "w is a shape without values. Pass a state with arrays"),
     (save(GONE), r"this state was donated to an earlier step.*state leaf z is gone"),
-    (save(STATE, step=-1), "step is -1, not a count of steps. Pass an integer from 0"),
-    (save(STATE, rng=3), r"rng=3 is no random key.*metadata="),
+    (save(STATE, step=-1), "step is -1, not a count of steps. Pass an integer, 0 or more"),
+    (save(STATE, rng=3), r"rng=3 is not a random key.*metadata="),
     (save(STATE, metadata={"f": loss_fn}), r"metadata/f is a function.*Make it numbers, strings"),
-    (save(STATE, metadata=ROUND), "rng=, data= or metadata= .*holds itself"),
+    (save(STATE, metadata=ROUND), "rng=, data= or metadata= .*contains itself"),
     (save(STATE, plan=3), "plan= takes a plan, got 3"),
-    (restore("none"), r"nothing at .*/none\. Give the directory that was passed to zerojax.save"),
-    (restore("part"), r"/part.orbax-checkpoint-tmp is one that was not finished"),
-    (restore("loop"), "is no checkpoint, but has some: 5, 10, 100. Give one of them: .*/loop/100"),
+    (restore("none"), r"nothing at .*/none\. Pass the directory that you passed to zerojax.save"),
+    (restore("part"), r"/part.orbax-checkpoint-tmp was never finished"),
+    (
+        restore("loop"),
+        "is not a .*, but contains some: 5, 10, 100. Pass one of them: .*/loop/100",
+    ),
     (restore("file"), r"is a file.*flax.serialization.from_bytes\(make_state"),
     (restore("w"), "has safetensors, not a checkpoint. .* zerojax.checkpoint.import_safetensors"),
-    (restore("headless"), "no complete checkpoint at .*Its _METADATA is missing"),
-    (restore("c", make_state), r"nothing of placement. Pass zerojax.plan\(make_state"),
+    (restore("headless"), "no complete checkpoint at .*Its _METADATA, .* is missing"),
+    (restore("c", make_state), r"has no placement. Pass zerojax.plan\(make_state"),
     (restore("c", cast="x"), "cast='x' must be True or False"),
     (restore("c", ignore=3), f"ignore=3 {NO_PATTERN}"),
     (restore("c", keep="("), r"keep= has .*'\(', which is no regular.*Escape"),
-    (restore("c", SHAPES, keep="w"), "no value for it, only a shape. Give a placed state"),
-    (export(None), "a NoneType without parameters was passed.*Pass a state"),
+    (restore("c", SHAPES, keep="w"), "has only its shape. Pass a placed state"),
+    (export(None), "you passed a NoneType without parameters.*Pass a state"),
     (export({"k": jax.random.key(0)}), "k is key<fry>.*Cast it or leave it out"),
     (export({"a": {"b": W}, "a.b": W}), r"a/b and a\.b are both a\.b\. Rename one"),
     (export({"a": W, "b": W}, names={"a": "b"}), "a and b are both b. Rename one"),
     (export(STATE, max_file_bytes=3), "max_file_bytes=3 must be a number from 1000.*5 GB"),
-    (weights("none"), r"/none does not exist. Give a directory with model.safetensors.index.json"),
+    (weights("none"), r"/none does not exist. Pass a directory with model.safetensors.index.json"),
     (weights(names=[]), "names= is a list. Pass a dict"),
-    (weights(rename={"a": "w"}), "rename= is dict. Pass a function"),
-    (weights(rename=lambda name: None), "rename= made None of 'w'.*ignore="),
+    (weights(rename={"a": "w"}), "rename= is a dict. Pass a function"),
+    (weights(rename=lambda name: None), "rename= returned None for 'w'.*ignore="),
     (loop(keep=0), f"keep=0, .*{EVERY}"),
     (loop(every="3"), f"every='3', .*{EVERY}"),
-    (loop(mode="least"), "mode='least', .*mode is 'min' or 'max'"),
-    (loop(best=3), "best=3, .*best is the name of one of"),
-    (loop(background=1), "background=1.*background is True or False"),
+    (loop(mode="least"), "mode='least', .*mode 'min' or 'max'"),
+    (loop(best=3), "best=3, .*best must be the name of one of"),
+    (loop(background=1), "background=1.*background True or False"),
 ]
 
 
@@ -112,7 +115,7 @@ def test_a_path_is_a_path(tmp_path, monkeypatch):
     zerojax.save("~/c", STATE)
     assert (tmp_path / "c" / "_METADATA").exists()
     for path in (None, 3, b"c"):
-        refused = pytest.raises(TypeError, match=rf"{path} is no path. Pass a str or a pathlib")
+        refused = pytest.raises(TypeError, match=rf"{path} is not a path. Pass a str or a pathlib")
         for call in (zerojax.Checkpoints, zerojax.checkpoint.read_extras):
             with refused:
                 call(path)

@@ -99,7 +99,7 @@ def test_names_of_others_are_renamed(tmp_path):
         assert_equal_bits([layer["scale"] for layer in back["h"]], list(tensors.values()))
     with pytest.raises(ValueError, match=r"model.h.1.weight in .* is a second h/0/scale.*rename="):
         import_safetensors(tmp_path / "w", plan, rename=lambda name: "h.0.scale")
-    message = r"model.h.0.weight, model.h.1.weight and not h.0.scale, h.1.scale. Pass rename="
+    message = r"model.h.0.weight, model.h.1.weight, not h.0.scale, h.1.scale. Pass rename="
     with pytest.raises(ValueError, match=message):
         import_safetensors(tmp_path / "w", plan)
 
@@ -145,20 +145,13 @@ def entry(start, end, **other):
     return {"dtype": "F32", "shape": [(end - start) // 4], "data_offsets": [start, end]} | other
 
 
-TWICE = json.dumps({"a": entry(0, 8), "b": entry(8, 16)}).replace('"b"', '"a"')
-
-
 HEADERS = [
-    ({"a": entry(0, 12), "b": entry(8, 16)}, "two tensors at byte 8"),
-    ({"a": entry(0, 8), "b": entry(12, 16)}, "no tensor at byte 8"),
-    ({"a": entry(0, 12)}, "no tensor at byte 12"),
     ({"a": entry(0, 20)}, r"a, \[5\] of F32, does not lie at bytes 0 to 20"),
     ({"a": entry(0, 16, shape=[2**62, 0])}, "does not lie at"),
-    ({"a": entry(0, 16, dtype="F4")}, "dtype 'F4', which is none of F64"),
+    ({"a": entry(0, 16, dtype="F4")}, "dtype 'F4', not one of F64"),
     ({"a": entry(0, 16, dtype=[])}, "unhashable"),
     ({"a": 3}, "must be a mapping"),
     ("[" * 10**5, "recursion"),
-    (TWICE, "a name twice"),
 ]
 
 
@@ -173,8 +166,8 @@ def test_a_hostile_header_is_an_error(tmp_path):
                 import_safetensors(file, A)
 
 
-OUTSIDE = "is damaged .*outside of its directory"
-MISSING = r"is missing, and .*index\.json names it\. Export it again"
+OUTSIDE = "is damaged .*outside its directory"
+MISSING = r", which .*index\.json names, is missing\. Export it again"
 INDEXES = [
     ({"a": "/etc/passwd"}, OUTSIDE),
     ({"a": "../x"}, OUTSIDE),

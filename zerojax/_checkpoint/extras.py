@@ -1,21 +1,24 @@
 """Data that is saved with a state: step, rng, the data iterator's state, the user's own metadata.
 
-It is stored as JSON: a checkpoint is data, and reading one never runs code from it.
+They are stored as JSON, and reading them never runs code.
 """
 
 import base64
 import dataclasses
 import json
 import operator
+from collections.abc import Mapping
 from typing import SupportsIndex, TypeAlias
 
 import jax
 import numpy as np
+from etils import epath
 from jax.experimental import multihost_utils
 
+from zerojax._checkpoint import files as _files
 from zerojax._types import PyTree, is_key
 
-OUR_KEY = "zerojax"  # in Orbax's custom metadata, and the tag of a value that JSON has no word for
+OUR_KEY = "zerojax"  # in Orbax's custom metadata, and the tag of values that JSON does not know
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
 
@@ -29,12 +32,18 @@ class Extras:
     metadata: PyTree = None
 
 
-def pack(step: int | None, rng: object, data: object, metadata: object) -> dict[str, Json]:
+def pack(
+    step: int | None,
+    rng: object,
+    data: object,
+    metadata: object,
+    metrics: Mapping[str, float] | None = None,
+) -> dict[str, Json]:
     """Returns Orbax's custom metadata; every process calls it, with its own data iterator."""
     if isinstance(rng, int | float | str | bytes):
         raise TypeError(
-            f"rng={rng!r} is no random key. Pass one, jax.random.key(n), or a tree of them; what "
-            "else is saved with a state is metadata=."
+            f"rng={rng!r} is not a random key. Pass jax.random.key(n), or a tree of keys; save "
+            "anything else as metadata=."
         )
     data = getattr(data, "get_state", lambda: data)()
     try:
@@ -42,14 +51,24 @@ def pack(step: int | None, rng: object, data: object, metadata: object) -> dict[
         rest = {"rng": encode(rng, "rng"), "metadata": encode(metadata, "metadata")}
     except RecursionError:
         raise ValueError(
-            "rng=, data= or metadata= is nested too deeply, or holds itself. Make it flat."
+            "rng=, data= or metadata= is nested too deeply, or contains itself. Make it flat."
         ) from None
-    step = None if step is None else step_number(step)
-    return {OUR_KEY: {"step": step, "data": [json.loads(text) for text in _gathered(mine)], **rest}}
+    rest |= {"step": None if step is None else step_number(step), "metrics": dict(metrics or {})}
+    return {OUR_KEY: {"data": [json.loads(text) for text in _gathered(mine)], **rest}}
+
+
+def saved_metrics(step: epath.Path) -> dict[str, float]:
+    """Returns the metric that a step's directory was saved with; nothing if that is damaged."""
+    try:
+        tree = _files.tree_in(step)
+        custom = json.loads((tree / _files.METADATA).read_bytes())["custom_metadata"]
+        return {name: float(value) for name, value in custom[OUR_KEY]["metrics"].items()}
+    except (*_files.DAMAGE, OSError):
+        return {}
 
 
 def unpack(custom_metadata: dict[str, PyTree], path: object, *, data: bool = True) -> Extras:
-    """Reads Orbax's custom metadata, which has nothing where zerojax did not write it."""
+    """Reads Orbax's custom metadata, which holds no extras unless zerojax wrote it."""
     if OUR_KEY not in custom_metadata:
         return Extras()
     try:
@@ -57,9 +76,9 @@ def unpack(custom_metadata: dict[str, PyTree], path: object, *, data: bool = Tru
         step = None if saved["step"] is None else step_number(saved["step"])
         rng, metadata = decode(saved["rng"]), decode(saved["metadata"])
         parts = [decode(part) for part in saved["data"]] if data else []
-    except Exception as error:  # whatever numpy and JAX make of bytes that are not theirs
+    except Exception as error:  # numpy and JAX raise anything for bytes that are not theirs
         raise ValueError(
-            f"what was saved with the state in {path} is damaged ({error!r}). Restore another "
+            f"the step, rng, data or metadata in {path} is damaged ({error!r}). Restore another "
             "checkpoint."
         ) from error
     if len(parts) != jax.process_count() and any(part is not None for part in parts):
@@ -80,7 +99,7 @@ def step_number(step: SupportsIndex) -> int:
         number = -1
     if number < 0:
         shown = repr(step) if isinstance(step, int | float | str) else f"a {type(step).__name__}"
-        raise ValueError(f"step is {shown}, not a count of steps. Pass an integer from 0.")
+        raise ValueError(f"step is {shown}, not a count of steps. Pass an integer, 0 or more.")
     return number
 
 
@@ -101,17 +120,12 @@ def encode(value: object, where: str) -> Json:
     if isinstance(value, np.ndarray | np.generic | jax.Array) and value.dtype.kind in "biufc":
         array = np.asarray(value)
         text = base64.b64encode(array.tobytes()).decode()
-        return {
-            OUR_KEY: "array",
-            "dtype": array.dtype.str,
-            "shape": list(array.shape),
-            "value": text,
-        }
+        return {OUR_KEY: "array", "dtype": array.dtype.str, "shape": [*array.shape], "value": text}
     keys = f" with the keys {list(value)[:3]}" if isinstance(value, dict) else ""
     raise TypeError(
         f"{where} is a {type(value).__name__}{keys}, which a checkpoint cannot store as data. Make "
-        "it numbers, strings, bytes, arrays, PRNG keys, or lists, tuples and dicts with string "
-        "keys of those."
+        "it numbers, strings, bytes, arrays, PRNG keys, or lists, tuples and dicts (with string "
+        "keys) of those."
     )
 
 
@@ -122,17 +136,18 @@ def decode(value: PyTree) -> PyTree:
         return value
     if OUR_KEY not in value:
         return {key: decode(item) for key, item in value.items()}
-    kind, content = value[OUR_KEY], value["value"]
-    if kind == "tuple":
-        return tuple(decode(content))
-    if kind == "key":
-        return jax.random.wrap_key_data(decode(content), impl=value["impl"])
-    if kind not in ("bytes", "array"):
-        raise ValueError(f"a value of the kind {kind!r}")
-    raw = base64.b64decode(content)
-    if kind == "bytes":
-        return raw
-    return np.frombuffer(raw, np.dtype(value["dtype"])).reshape(value["shape"])
+    content = value["value"]
+    match value[OUR_KEY]:
+        case "tuple":
+            return tuple(decode(content))
+        case "key":
+            return jax.random.wrap_key_data(decode(content), impl=value["impl"])
+        case "bytes":
+            return base64.b64decode(content)
+        case "array":
+            raw = np.frombuffer(base64.b64decode(content), np.dtype(value["dtype"]))
+            return raw.reshape(value["shape"])
+    raise ValueError(f"unknown kind of value: {value[OUR_KEY]!r}")
 
 
 def _gathered(text: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Container, Iterable, Mapping
 from itertools import zip_longest
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,42 +21,36 @@ from zerojax._types import PyTree, is_key
 PATHS_SHOWN = 5  # paths that a message names before it counts the rest
 HOW_TO_KEEP = "keep=<path regex> keeps like='s own value"
 PADDED = (
-    "; or padding makes the difference, and a tuple or dict does not carry its plan: pass that as "
-    "like=, and to what saved it as plan="
+    "; or the difference is padding, and a tuple or dict does not carry its plan: pass the plan as "
+    "like=, and as plan= to the call that saves it"
 )
 WRAPPED = (
-    "; or it was saved without Precision(master=) or Precision(moments=): restore it so, and place "
-    "what is restored by shard_train_state(state, precision=)"
+    "; or it was saved without Precision(master=) or Precision(moments=): restore it without them, "
+    "and place the restored state by shard_train_state(state, precision=)"
 )
-CAST = "cast=True casts floats to like='s"
 OTHER_PARTS = (
-    "Most leaves differ, as those of another model do: give this run a directory of its own; "
-    "weights of one come over by zerojax.checkpoint.export_safetensors and "
+    "Most leaves differ, as if another model was saved: give this run its own directory. To take "
+    "over the weights of another model, use zerojax.checkpoint.export_safetensors and "
     "import_safetensors(names=)."
 )
 OF_NNX = (
-    "It was saved from Flax nnx objects: like=nnx.state(model), or [nnx.state(model), "
-    "nnx.state(optimizer)] where both were saved, reads it for nnx.update."
+    "It was saved from Flax nnx objects: read it for nnx.update with like=nnx.state(model), or "
+    "[nnx.state(model), nnx.state(optimizer)] if both were saved."
 )
 BARE = "; or it was saved with Precision(master=) or Precision(moments=): place like= with the same"
 
 
-class SavedLeaf(NamedTuple):
-    """A leaf of a checkpoint."""
+def saved_leaves(tree: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the leaves of a checkpoint's tree by the names that `zerojax.plan` shows.
 
-    shape: tuple[int, ...]
-    dtype: jax.typing.DTypeLike
-    scalar: bool  # a Python number, which has no width of its own
-
-
-def saved_leaves(tree: PyTree) -> dict[str, SavedLeaf]:
-    """Returns the leaves of a checkpoint's tree by the names that `zerojax.plan` shows."""
+    The type of a Python number is weak: it has no width.
+    """
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_metadata)[0]
     return {
-        _state.path_name(path): SavedLeaf(
+        _state.path_name(path): jax.ShapeDtypeStruct(
             tuple(getattr(leaf, "shape", ())),
             leaf.dtype,
-            isinstance(leaf, ocp.metadata.ScalarMetadata),
+            weak_type=isinstance(leaf, ocp.metadata.ScalarMetadata),
         )
         for path, leaf in leaves
     }
@@ -65,7 +58,7 @@ def saved_leaves(tree: PyTree) -> dict[str, SavedLeaf]:
 
 def match(
     leaves: list[Leaf],
-    saved: dict[str, SavedLeaf],
+    saved: dict[str, jax.ShapeDtypeStruct],
     path: object,
     shapes: Mapping[str, Shape],
     *,
@@ -76,12 +69,11 @@ def match(
 ) -> dict[str, PyTree]:
     """Returns, by name, the leaf of `like` that a saved leaf becomes; raises where trees differ.
 
-    `shapes` are the logical ones of leaves that are padded, and that files hold without padding.
-    `theirs` are the names in the files, where they are others.
+    `shapes` are the logical shapes of padded leaves, which files hold without padding. `theirs` are
+    the names in the files, where they differ.
     """
     switch("cast")(cast)
-    if ignore is not None:
-        _state.finds(ignore, "", "ignore=")  # raises where it is no pattern
+    finds(ignore, "", "ignore=")  # raises for a wrong pattern
     names = {leaf.name for leaf in leaves}
     wanted = {leaf.name: leaf.value for leaf in leaves if not is_kept(leaf, keep)}
     missing = [name for name in wanted if name not in saved]
@@ -93,7 +85,7 @@ def match(
         shape = shapes.get(name, struct.shape)
         if have.shape != shape:
             reshaped.append(f"{name}: {list(have.shape)} saved, {list(shape)} wanted")
-            # In one dimension, as where one of them is padded.
+            # Padding is a difference in one dimension.
             is_padded |= sum(a != b for a, b in zip_longest(have.shape, shape)) == 1
         if not _same_type(have, struct.dtype, cast):
             retyped.append(f"{name}: {have.dtype} saved, {struct.dtype} wanted")
@@ -105,7 +97,7 @@ def match(
         _problem(missing, "not in the checkpoint", HOW_TO_KEEP + WRAPPED * wrapped + BARE * bare),
         _problem(extra, "only in the checkpoint", "ignore=<path regex> leaves them behind"),
         _problem(reshaped, "of another shape", HOW_TO_KEEP + PADDED * is_padded),
-        _problem(retyped, "of another dtype", CAST),
+        _problem(retyped, "of another dtype", "cast=True casts floats to like='s"),
         OTHER_PARTS * is_other,
         OF_NNX * of_nnx,
     ]
@@ -115,7 +107,7 @@ def match(
 
 
 def _is_inside(names: Iterable[str], others: Container[str]) -> bool:
-    """Whether an optimizer's state is another's that a wrapper calls its inner state."""
+    """Whether some names are the others with the `inner/` that a wrapping optimizer adds."""
     return any("/inner/" in n and n.replace("/inner/", "/", 1) in others for n in names)
 
 
@@ -124,14 +116,14 @@ def is_kept(leaf: Leaf, keep: str | None) -> bool:
     kept = finds(keep, leaf.name, "keep=")
     if kept and isinstance(leaf.value, jax.ShapeDtypeStruct):
         raise ValueError(
-            f"keep={keep!r} keeps {leaf.name}, and like= has no value for it, only a shape. "
-            "Give a placed state as like=."
+            f"keep={keep!r} keeps {leaf.name}, but like= has only its shape. Pass a placed state "
+            "as like=."
         )
     return kept
 
 
 def filled(like: PyTree, values: dict[str, jax.Array]) -> PyTree:
-    """Returns `like` with these values at their names, and its other leaves as they are."""
+    """Returns `like` with these values at their names; its other leaves stay."""
     leaves = [values.get(leaf.name, leaf.value) for leaf in _state.leaves_with_paths(like)]
     return jax.tree.structure(like).unflatten(leaves)
 
@@ -142,10 +134,9 @@ def read(
     tree: PyTree,
     wanted: dict[str, PyTree],
 ) -> dict[str, jax.Array]:
-    """Reads the wanted leaves of the checkpoint `tree`, each to where its `like` lives.
+    """Reads the wanted leaves of the checkpoint `tree`, each into the placement of its `like`.
 
-    The groups are no larger than the largest leaf: the memory that one was read into is freed, and
-    used again, before the next is read.
+    It reads groups no larger than the largest leaf: each frees its memory before the next is read.
     """
     done: dict[str, jax.Array] = {}
     sizes = {name: nbytes(like) for name, like in wanted.items()}
@@ -156,7 +147,7 @@ def read(
             tree,
             is_leaf=_is_metadata,
         )
-        # Not strict: leaves that rest padded get zeros at their end. `match` compares the shapes.
+        # Not strict: padded leaves get zeros at their end. `match` has compared the shapes.
         restore_args = ocp.checkpoint_utils.construct_restore_args(targets, strict=False)
         args = ocp.args.PyTreeRestore(targets, restore_args)
         with _files.naming(", ".join(names), directory):
@@ -168,21 +159,21 @@ def read(
 
 
 def laundered(value: jax.Array, like: PyTree) -> jax.Array:
-    """Moves `value` to memory that a jitted program allocated, as a step's own output is.
+    """Moves `value` to memory that a jitted program allocated, like a step's own output.
 
-    The memory that a file was read into belongs to the reader: it cannot be donated, and a resumed
-    run would need more than a fresh one. One leaf moves at a time, so that only one exists twice.
+    The memory that a file was read into belongs to the reader: a step could not donate it, and a
+    resumed run would need more memory than a fresh one. Only one leaf at a time exists twice.
     """
     if is_key(like) and not is_key(value):
         value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
     copied = _move.copied(value, stored_struct(like).sharding)
     jax.block_until_ready(copied)
-    value.delete()  # now, whoever else still refers to it
+    value.delete()  # now, even if something still refers to it
     return copied
 
 
 def made_empty(like: PyTree) -> jax.Array:
-    """Makes an array without elements, which no checkpoint has."""
+    """Makes an array without elements, which no file has."""
     struct = stored_struct(like)
     return laundered(jnp.zeros(struct.shape, struct.dtype, device=struct.sharding), like)
 
@@ -202,12 +193,11 @@ def nbytes(value: PyTree) -> int:
     return struct.size * struct.dtype.itemsize
 
 
-def _same_type(saved: SavedLeaf, dtype: np.dtype, cast: bool) -> bool:
-    if saved.dtype == dtype:
-        return True
-    if saved.scalar:
-        return jnp.dtype(saved.dtype).kind == dtype.kind
-    return cast and all(jnp.issubdtype(d, jnp.floating) for d in (saved.dtype, dtype))
+def _same_type(saved: jax.ShapeDtypeStruct, dtype: np.dtype, cast: bool) -> bool:
+    if saved.weak_type:
+        return saved.dtype.kind == dtype.kind
+    are_floats = all(jnp.issubdtype(d, jnp.floating) for d in (saved.dtype, dtype))
+    return saved.dtype == dtype or (cast and are_floats)
 
 
 def _problem(names: list[str], what: str, remedy: str) -> str:
@@ -218,7 +208,7 @@ def _problem(names: list[str], what: str, remedy: str) -> str:
 
 
 def finds(pattern: str | None, name: str, option: str) -> bool:
-    """Whether the pattern of `option`, if there is one, finds a name."""
+    """Whether the pattern of `option`, if any, matches a name."""
     return pattern is not None and _state.finds(pattern, name, option)
 
 

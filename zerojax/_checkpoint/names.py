@@ -1,6 +1,6 @@
-"""Where parameters are in files that others wrote: names, layers one by one, other layouts.
+"""Where parameters are in files of other libraries: other names, layers one by one, other layouts.
 
-`names=` is data, from the paths of parameters to tensors:
+`names=` maps the paths of parameters to tensors:
 
     {
         "embed": "wte.weight",
@@ -9,8 +9,8 @@
         "blocks/q": ("h.{}.attn.qkv.weight", "(0/3 heads dim) in -> in heads dim"),
     }
 
-A layout splits and transposes, so that the part of a tensor that a parameter has is a view of it:
-to read is to read the view, and to write is to write into it.
+A layout splits and transposes, so a parameter is a view of its tensor: an import reads the view, an
+export writes into it.
 """
 
 import collections
@@ -20,53 +20,51 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
+import jax
 import numpy as np
 
-from zerojax._checkpoint.matching import SavedLeaf
 from zerojax._checkpoint.tensor_files import FileTensor, some
 from zerojax._types import Shape
 
 Names: TypeAlias = Mapping[str, str | tuple[str, str]]
-# A tensor's part as a parameter: what it is, and what reads a slice of it.
-Stored: TypeAlias = tuple[SavedLeaf, Callable[[tuple[slice, ...]], np.ndarray]]
+# A parameter in files: its shape and dtype, and a function that reads a slice of it.
+Stored: TypeAlias = tuple[jax.ShapeDtypeStruct, Callable[[tuple[slice, ...]], np.ndarray]]
 
 AXIS = re.compile(r"[A-Za-z_]\w*|1|(\d+)/([1-9]\d*)")  # a name, a dimension of 1, one of parts
 GROUP = re.compile(r"\(([^()]+)\)|([^\s()]+)")  # the axes of one dimension
-FIELD = re.compile(r"\{(\d*)\}")  # what a {} of the path or a dimension of a stack counts
+FIELD = re.compile(r"\{(\d*)\}")  # counts what a {} of the path or a dimension of a stack counts
 ENTRY = (
     "a tensor is its name, or a pair of its name and a layout: ('h.{}.fc.weight', "
     "'out in -> in out')"
 )
 HOW = (
-    "Name each axis once on each side of ->, as in 'out in -> in out'. Theirs may be merged in "
-    "brackets, as in '(heads dim) in', with a 1, or a part of several, as in '(0/3 out)'; ours are "
-    "names alone."
+    "Name each axis once on each side of ->, as in 'out in -> in out'. On the left you may merge "
+    "axes in brackets, as in '(heads dim) in', with a 1, or with one of several parts, as in "
+    "'(0/3 out)'; on the right write only names."
 )
 
 
 class Source(NamedTuple):
-    """What a tensor has of a parameter: all of it, a layer, or a layer's part of the tensor."""
+    """The part of a tensor that is a parameter or one of its layers."""
 
     leaf: str
-    index: tuple[int, ...]  # the layer
+    index: tuple[int, ...]  # of the layer
     shape: Shape  # of the parameter, or of this layer
-    is_whole: bool  # the tensor is the parameter, as it is
     tensor: Shape  # the shape of the whole tensor
-    split: Shape  # and with each axis on its own
-    pick: tuple[slice | int, ...]  # what of that is the parameter's
-    order: tuple[int, ...]  # in which its axes are here
-    part: tuple[int, int]  # which of how many parts it is
-    outer: int  # how many elements the axes have before the one that has the parts
+    part: tuple[int, int]  # which of how many parts of the tensor
+    outer: int  # the number of elements before the axis of the parts
+    view: Callable[[np.ndarray], np.ndarray]  # the part of a contiguous tensor, without a copy
 
-    def view(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns the parameter's part of a contiguous tensor, without a copy."""
-        return tensor.reshape(self.split)[(*self.pick, ...)].transpose(self.order)
+
+def whole(tensor: np.ndarray) -> np.ndarray:
+    return tensor
 
 
 def source(leaf: str, index: tuple[int, ...], shape: Shape, text: str | None = None) -> Source:
     """Reads a layout such as "(heads dim) in -> in heads dim"; None is a tensor as it is."""
-    dims = " ".join(f"d{dim}" for dim in range(len(shape)))
-    theirs, arrow, right = (text or f"{dims}->{dims}").partition("->")
+    if text is None:
+        return Source(leaf, index, shape, shape, (0, 1), 1, whole)
+    theirs, arrow, right = text.partition("->")
     groups = [(inside or one).split() for inside, one in GROUP.findall(theirs)]
     axes, ours = list(itertools.chain(*groups)), right.split()
     matches = [AXIS.fullmatch(axis) for axis in axes]
@@ -76,31 +74,31 @@ def source(leaf: str, index: tuple[int, ...], shape: Shape, text: str | None = N
     is_right = sorted(named) == sorted(ours) == sorted({*named}) and all(matches) and all(groups)
     has_stray = not arrow or GROUP.sub("", theirs).strip()  # a bracket, say
     if not is_right or has_stray or len(parts) > 1 or part >= of:
-        raise ValueError(f"names= lays {leaf} out as {text!r}. {HOW}")
+        raise ValueError(f"names= has the layout {text!r} for {leaf}. {HOW}")
     if len(ours) != len(shape):
-        of, count = ("a layer of ", f", with {len(index)} to count layers") if index else ("", "")
+        layer, count = ("a layer is", f", {len(index)} count layers") if index else ("it is", "")
         raise ValueError(
-            f"names= gives {leaf} {len(ours)} axes, as {text!r}, and {of}it is "
-            f"{list(shape)}{count}. Name each dimension of a layer."
+            f"names= gives {leaf} {len(ours)} axes, in {text!r}, but {layer} {list(shape)}{count}. "
+            "Name each dimension of a layer."
         )
     sizes = dict(zip(ours, shape, strict=True)) | {"1": 1, f"{part}/{of}": of}
+    split = [sizes[axis] for axis in axes]
+    pick = tuple(slice(None) if axis in ours else part * ("/" in axis) for axis in axes)
+    order = [named.index(axis) for axis in ours]
     before = itertools.takewhile(lambda axis: "/" not in axis, axes)
     return Source(
         leaf,
         index,
         shape,
-        is_whole=text is None and not index,
         tensor=tuple(math.prod(sizes[axis] for axis in group) for group in groups),
-        split=tuple(sizes[axis] for axis in axes),
-        pick=tuple(slice(None) if axis in ours else part * ("/" in axis) for axis in axes),
-        order=tuple(named.index(axis) for axis in ours),
         part=(part, of),
         outer=math.prod(sizes[axis] for axis in before),
+        view=lambda tensor: tensor.reshape(split)[pick].transpose(order),
     )
 
 
 def sources(names: Names, shapes: Mapping[str, Shape]) -> dict[str, list[Source]]:
-    """Returns, by the name of each tensor, what it has of the parameters of these shapes."""
+    """Returns, by the name of each tensor, the parameters of these shapes that it contains."""
     _check_entries(names)
     by_tensor: dict[str, list[Source]] = collections.defaultdict(list)
     taken: dict[str, str] = {}
@@ -109,12 +107,12 @@ def sources(names: Names, shapes: Mapping[str, Shape]) -> dict[str, list[Source]
         leaves = {leaf: match for leaf in shapes if (match := pattern.fullmatch(leaf))}
         if not leaves:
             raise ValueError(
-                f"names= has {path!r}, which is no parameter. Name paths as {some(shapes)}."
+                f"names= has {path!r}, which is not a parameter. Paths are such as {some(shapes)}."
             )
         for leaf, match in leaves.items():
             if (other := taken.setdefault(leaf, path)) != path:
                 raise ValueError(
-                    f"names= has {leaf} twice, by {other!r} and by {path!r}. Leave one out."
+                    f"names= has {leaf} twice, as {other!r} and as {path!r}. Leave one out."
                 )
             for name, one in _sources_of(leaf, entry, match.groups(), shapes[leaf]):
                 by_tensor[name].append(one)
@@ -123,9 +121,9 @@ def sources(names: Names, shapes: Mapping[str, Shape]) -> dict[str, list[Source]
         alike = len({(one.tensor, one.outer) for one in parts}) == 1
         if not alike or have != [(part, of) for part in range(of)]:
             raise ValueError(
-                f"names= has {', '.join(dict.fromkeys(one.leaf for one in parts))} in {name}, "
-                "which they do not fill, each with a part of its own. Name one parameter for a "
-                "tensor, or all parts: '(0/2 out) in -> in out' and '(1/2 out) in -> in out'."
+                f"names= maps {', '.join(dict.fromkeys(one.leaf for one in parts))} to {name}, but "
+                "their parts do not cover it exactly once. Map one parameter to a tensor, or name "
+                "all parts: '(0/2 out) in -> in out' and '(1/2 out) in -> in out'."
             )
     return dict(by_tensor)
 
@@ -140,13 +138,13 @@ def _check_entries(names: Names) -> None:
         pair = (entry, "") if isinstance(entry, str) else entry
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         if not (is_pair and all(isinstance(text, str) for text in (path, *pair))):
-            raise TypeError(f"names= has {path!r} as {entry!r}. Write paths to tensors; {ENTRY}.")
+            raise TypeError(f"names= has {path!r}: {entry!r}. Map paths to tensors; {ENTRY}.")
         numbers = {*FIELD.findall(pair[0])}
         are_right = numbers in ({""}, {*map(str, range(len(numbers)))})
         if not are_right or re.search("[{}]", FIELD.sub("", pair[0])):
             raise ValueError(
-                f"names= has {path!r} as {entry!r}. Write {{}} alone for what is counted, or "
-                f"number all from {{0}}; {ENTRY}."
+                f"names= has {path!r}: {entry!r}. Write only {{}} for what is counted, or number "
+                f"all from {{0}}; {ENTRY}."
             )
 
 
@@ -158,13 +156,13 @@ def _sources_of(
     stacked = len(set(fields) if any(fields) else fields) - len(numbers)
     if numbers and stacked > 0 and "{}" in name:
         raise ValueError(
-            f"names= has {leaf} in {name!r}, where one {{}} is of the path and one counts a first "
-            "dimension. Number them, the path's first: 'layer.{1}.expert.{0}'."
+            f"names= maps {leaf} to {name!r}, where one {{}} belongs to the path and one counts a "
+            "first dimension. Number them, the path's first: 'layer.{1}.expert.{0}'."
         )
     if not 0 <= stacked <= len(shape):
         raise ValueError(
-            f"names= has {leaf} in {name!r}: each {{}} there counts what a {{}} of the path or a "
-            f"first dimension counts, and {leaf} is {list(shape)}. Write as many."
+            f"names= maps {leaf} to {name!r}: each {{}} there must count what a {{}} of the path "
+            f"or a first dimension counts, and {leaf} is {list(shape)}. Write as many."
         )
     for index in np.ndindex(*shape[:stacked]):
         yield name.format(*numbers, *index), source(leaf, index, shape[stacked:], text)
@@ -176,7 +174,10 @@ def arranged(
     shapes: Mapping[str, Shape],
     kept: Container[str],
 ) -> dict[str, Stored]:
-    """Returns tensors as parameters, but those that are kept; those of none keep their names."""
+    """Returns tensors as parameters, without those that are kept.
+
+    Tensors that `names=` does not mention keep their names.
+    """
     layers: dict[str, dict[tuple[int, ...], np.ndarray]] = collections.defaultdict(dict)
     wanted = [(n, one) for n, parts in by_tensor.items() for one in parts if one.leaf not in kept]
     for name, one in wanted:
@@ -184,21 +185,22 @@ def arranged(
             value = tensors[name].value
             if value.shape != one.tensor:
                 raise ValueError(
-                    f"{name} is {list(value.shape)} in the files, and names= and {one.leaf}, "
-                    f"{list(shapes[one.leaf])}, make it {list(one.tensor)}. Give like= of that "
-                    "size or another layout, or keep your own with keep=."
+                    f"{name} is {list(value.shape)} in the files, but should be "
+                    f"{list(one.tensor)} by names= and {one.leaf}, which is "
+                    f"{list(shapes[one.leaf])}. Pass like= of that size, another layout, or keep= "
+                    "to keep your own value."
                 )
             layers[one.leaf][one.index] = one.view(value)
     for name, one in wanted:
         if one.leaf in layers and one.index not in layers[one.leaf]:
             raise ValueError(
-                f"{name} is not in the files, and other layers of {one.leaf} are. Give like= as "
-                "many layers as they have."
+                f"{name} is not in the files, but other layers of {one.leaf} are. Pass a like= "
+                "that has as many layers as they have."
             )
     for leaf, parts in layers.items():
         if len(dtypes := sorted({str(part.dtype) for part in parts.values()})) > 1:
             raise ValueError(
-                f"the layers of {leaf} are {' and '.join(dtypes)} in the files. Make them one "
+                f"the layers of {leaf} are {' and '.join(dtypes)} in the files. Cast them to one "
                 "dtype."
             )
     rest = {name: {(): one.value} for name, one in tensors.items() if name not in by_tensor}
@@ -206,7 +208,7 @@ def arranged(
 
 
 def _stored(layers: Mapping[tuple[int, ...], np.ndarray]) -> Stored:
-    """Returns a parameter whose layers are tensors of their own; only what is asked for is read."""
+    """Returns a parameter whose layers are tensors; it reads only the slices that are asked for."""
     first, counts = layers[min(layers)], [at + 1 for at in max(layers)]
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
@@ -215,14 +217,8 @@ def _stored(layers: Mapping[tuple[int, ...], np.ndarray]) -> Stored:
         inner = index[len(counts) :]
         numbers = [range(*one.indices(n)) for one, n in zip(index, counts, strict=False)]
         parts = [layers[at][inner] for at in itertools.product(*numbers)]
-        if not parts:  # a device that has padding alone
+        if not parts:  # a device that has only padding
             return np.empty([0] * len(index), first.dtype)
         return np.stack(parts).reshape([*map(len, numbers), *parts[0].shape])
 
-    return SavedLeaf((*counts, *first.shape), first.dtype, False), read
-
-
-def first_names(by_tensor: Mapping[str, list[Source]]) -> dict[str, str]:
-    """Returns, by parameter, its tensor, or the first of its layers."""
-    backwards = reversed(list(by_tensor.items()))
-    return {one.leaf: name for name, parts in backwards for one in parts}
+    return jax.ShapeDtypeStruct((*counts, *first.shape), first.dtype), read

@@ -40,17 +40,17 @@ def export_safetensors(
     """Writes parameters as safetensors files with an index, as Hugging Face lays them out.
 
     The host needs memory for one full tensor at a time. Every process calls it, process 0 writes.
-    Tensors are named by their paths with dots, such as `dense.kernel`, or as `names` says.
+    The name of a tensor is its path with dots, such as `dense.kernel`, or its name in `names`.
 
     Arguments:
-        path: a new directory; complete or not there at all.
+        path: a new directory; an export that fails leaves nothing there.
         params: a tree of parameters, or a state that has them.
-        names: how another library names the tensors and lays them out, as in
+        names: another library's names and layouts of the tensors, as in
             `zerojax.checkpoint.import_safetensors`.
         max_file_bytes: start a new file rather than grow one beyond this.
         plan: the plan, for parameters without their state, and for states that do not carry an
-            optimizer (tuples, dicts): files hold arrays without padding, and these do not tell
-            what is padding.
+            optimizer (tuples, dicts). Files hold arrays without padding, and only the plan knows
+            the padding of these.
 
     Example:
         >>> import tempfile
@@ -67,27 +67,23 @@ def export_safetensors(
     tree = _state.params_in(params)
     leaves, shapes = _state.named_leaves(tree), padded_param_shapes(tree, params, plan)
     _check_export(params, leaves, max_file_bytes)
-    sizes = {leaf.name: _shape(leaf, shapes) for leaf in leaves}
-    by_tensor = _names.sources({} if names is None else names, sizes)
-    own = [leaf for leaf in leaves if leaf.name not in _mapped(by_tensor)]
+    values = {leaf.name: leaf.value for leaf in leaves}
+    sizes = {name: shapes.get(name, np.shape(value)) for name, value in values.items()}
+    by_tensor, dtypes = _exported(sizes, names), {n: _dtype(v) for n, v in values.items()}
+    _check_dtypes(by_tensor, dtypes)
+    tensors = {name: (one.tensor, dtypes[one.leaf]) for name, (one, *_) in by_tensor.items()}
+    full = functools.partial(_full, tensors, by_tensor, values)
     first = jax.process_index() == 0
     target = _save.absolute(path)
     parts = target.parent / f"{target.name}.unfinished"
-    remedy, refusal = "Export to a new path.", _refusal(leaves, own, by_tensor)
-    with _files.only_writer_of_new(target, remedy, lambda: [parts], refusal):
+    with _files.only_writer_of_new(target, "Export to a new path.", lambda: [parts]):
         _files.remove([parts])  # of an export that was killed
         if first:
             os.makedirs(parts)
-        for leaf in own:
-            by_tensor[_dotted(leaf.name)] = [_names.source(leaf.name, (), sizes[leaf.name])]
-        values = {leaf.name: leaf.value for leaf in leaves}
-        dtypes = {leaf.name: _dtype(leaf) for leaf in leaves}
-        tensors = {n: (one.tensor, dtypes[one.leaf]) for n, (one, *_) in by_tensor.items()}
-        full = functools.partial(_full, tensors, by_tensor, values)
         _tensor_files.write(os.fspath(parts), tensors, full, max_file_bytes)
         if first:
             os.rename(parts, target)
-        _files.raise_together(None)  # no process continues before it is there
+        _files.raise_together(None)  # no process continues before the files are there
 
 
 def import_safetensors(
@@ -100,24 +96,25 @@ def import_safetensors(
     names: Names | None = None,
     rename: Callable[[str], str] | None = None,
 ) -> PyTree:
-    """Reads safetensors files straight into shards: each device's part, and no more.
+    """Reads safetensors files straight into shards: each device reads only its part.
 
-    Tensors with a checksum, as `export_safetensors` writes it, are checked before.
+    It first checks the tensors that have a checksum, which `export_safetensors` writes.
 
     Arguments:
         path: a directory with an index, or one `.safetensors` file.
-        like: a `Plan`, a state or a tree of parameters; gives structure, dtypes and shardings.
+        like: a `Plan`, a state or a tree of parameters, with the structure, dtypes and shardings.
         keep, ignore, cast: as in `zerojax.restore`.
-        names: for files that others wrote, from paths in `like` to tensors: a name, or a pair of
-            a name and a layout such as `"out in -> in out"`, from theirs to ours. `{}` in a name
-            counts layers, which are one stack here unless the path has a `{}` too.
-        rename: from a tensor's name in the files to that in `names`, or to its path in `like`.
+        names: for files of another library, a dict from paths in `like` to tensors: a name, or a
+            pair of a name and a layout such as `"out in -> in out"`, from theirs to ours. `{}` in a
+            name counts layers, which are one stack here unless the path has a `{}` too.
+        rename: a function from a tensor's name in the files to its name in `names`, or to its path
+            in `like`.
 
     Returns:
-        The parameters alone; put them into a state with `state.replace(params=...)`. Not so with
-        `Precision(master=)`, whatever `like` is: the next step would make the parameters again from
-        copies of the old ones in the optimizer's state. Make the state with those that are read,
-        before it is placed.
+        Only the parameters; put them into a state with `state.replace(params=...)`. With
+        `Precision(master=)` the next step would overwrite them from the copies of the old ones in
+        the optimizer's state, whatever `like` is: make the state with the new parameters before you
+        place it.
 
     Example:
         >>> import tempfile
@@ -137,22 +134,22 @@ def import_safetensors(
         params = _state.params_in(like)
         shapes = padded_param_shapes(params, like)
     leaves = _state.named_leaves(params)
-    sizes = {leaf.name: _shape(leaf, shapes) for leaf in leaves}
+    sizes = {leaf.name: shapes.get(leaf.name, np.shape(leaf.value)) for leaf in leaves}
     by_tensor = _names.sources({} if names is None else names, sizes)
     stored = _tensors(os.fspath(_save.absolute(path)), rename, by_tensor, sizes)
     kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
     if not isinstance(like, Plan):
         _check_masters(like, sizes.keys() - kept)
-    firsts = _names.first_names(by_tensor)
-    for leaf, name in firsts.items():  # which the match by name would not report as left over
-        is_other = leaf in stored and leaf not in by_tensor
-        if is_other and not _matching.finds(ignore, leaf, "ignore="):
+    backwards = reversed(list(by_tensor.items()))
+    firsts = {one.leaf: name for name, parts in backwards for one in parts}
+    for leaf in (firsts.keys() & stored.keys()) - by_tensor.keys():  # `match` would not report it
+        if not _matching.finds(ignore, leaf, "ignore="):
             raise ValueError(
-                f"{leaf} in {path} is named as the parameter that names= finds in {name}. Leave "
-                "it behind with ignore=, or correct names=."
+                f"{leaf} in {path} has the name of the parameter that names= maps to "
+                f"{firsts[leaf]}. Leave it out with ignore=, or correct names=."
             )
     tensors = _names.arranged(stored, by_tensor, sizes, kept)
-    saved = {name: tensor for name, (tensor, _) in tensors.items()}
+    saved = {name: struct for name, (struct, _) in tensors.items()}
     options = {"keep": keep, "ignore": ignore, "cast": cast, "theirs": firsts}
     try:
         wanted = _matching.match(leaves, saved, path, shapes, **options)
@@ -160,13 +157,13 @@ def import_safetensors(
         if names or rename is not None or saved.keys() & sizes.keys():
             raise
         raise ValueError(
-            f"{error} No tensor has the name of a parameter: there are {some(saved)} and not "
+            f"{error} No tensor has the name of a parameter: the files have {some(saved)}, not "
             f"{some(map(_dotted, sizes))}. Pass rename=, a function from their names to those, or "
             "names=, a dict from these to theirs."
         ) from None
-    # Each tensor is read whole to check it. Processes that read parts of the same share that.
+    # A check reads whole tensors. Processes that read parts of the same tensors share it.
     used = {name for name, parts in by_tensor.items() if any(one.leaf in wanted for one in parts)}
-    used |= wanted.keys() - _mapped(by_tensor)
+    used |= wanted.keys() - firsts.keys()
     shardings = [_matching.stored_struct(value).sharding for value in wanted.values()]
     together = not all(sharding.is_fully_addressable for sharding in shardings)
     _tensor_files.check([stored[name] for name in sorted(used & stored.keys())], together)
@@ -180,8 +177,9 @@ def _tensors(
     by_tensor: Mapping[str, list[Source]],
     sizes: Mapping[str, Shape],
 ) -> dict[str, FileTensor]:
-    """Returns what the files hold, by the names of leaves and of what `names=` has."""
-    slashed = {_dotted(name): name for name in sizes if name not in _mapped(by_tensor)}
+    """Returns the tensors of the files, by the names of leaves and those in `names=`."""
+    mapped = {one.leaf for parts in by_tensor.values() for one in parts}
+    slashed = {_dotted(name): name for name in sizes if name not in mapped}
     tensors: dict[str, FileTensor] = {}
     for file in _tensor_files.stored_files(path):
         for tensor in _tensor_files.read_file(file):
@@ -189,97 +187,90 @@ def _tensors(
             ours = slashed.get(ours, ours)
             if ours in tensors:
                 raise ValueError(
-                    f"{tensor.name} in {file} is a second {ours}. Give each tensor a name of its "
-                    "own with rename=."
+                    f"{tensor.name} in {file} is a second {ours}. Give each tensor its own name "
+                    "with rename=."
                 )
             tensors[ours] = tensor
     return tensors
 
 
 def _check_export(params: PyTree, leaves: list[Leaf], most: object) -> None:
-    """Raises where there is nothing to export, or for a size that files cannot have."""
+    """Raises if there is nothing to export, or for a size that files cannot have."""
     if not leaves:
         raise ValueError(
-            f"a {type(params).__name__} without parameters was passed, so there is nothing to "
-            "export. Pass a state, or a tree of parameters."
+            f"there is nothing to export: you passed a {type(params).__name__} without "
+            "parameters. Pass a state, or a tree of parameters."
         )
     if not isinstance(most, int | float | np.number) or not most >= LEAST_FILE_BYTES:
         raise ValueError(
-            f"max_file_bytes={most!r} must be a number from {LEAST_FILE_BYTES}: after how many "
-            "bytes a new file starts. 5e9 is 5 GB."
+            f"max_file_bytes={most!r} must be a number from {LEAST_FILE_BYTES}, the bytes after "
+            "which a new file starts. 5e9 is 5 GB."
         )
 
 
 def _check_masters(like: PyTree, wanted: Set[str]) -> None:
-    """Raises where the next step would write the copies of old parameters over those read."""
+    """Raises if the next step would overwrite the parameters from master copies of the old ones."""
     opt_state = _state.get_opt_state(like)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, MasterState))
     masters = [node.master for node in nodes if isinstance(node, MasterState)]
     copied = wanted & {leaf.name for tree in masters for leaf in _state.named_leaves(tree)}
     if copied:
         raise ValueError(
-            f"like= is a state with master copies of {some(copied)}, from which its next "
-            "step would make the parameters again, as they were. Read them before the state is "
-            "placed, with like=zerojax.plan(make_state, stage=3), make the state with them, and "
-            "place it with precision=. To read them without training, like=zerojax.plan(state)."
+            f"like= is a state with master copies of {some(copied)}, from which its next step "
+            "would restore the old parameters. Read the new ones before the state is placed, with "
+            "like=zerojax.plan(make_state, stage=3), make the state with them, and place it with "
+            "precision=. To read them without training, pass like=zerojax.plan(state)."
         )
 
 
 def _renamed(rename: Callable[[str], str], name: str) -> str:
     ours = rename(name) if callable(rename) else None
     if not isinstance(ours, str):
-        what = f"made {ours!r} of {name!r}" if callable(rename) else f"is {type(rename).__name__}"
+        made = f"returned {ours!r} for {name!r}"
+        made = made if callable(rename) else f"is a {type(rename).__name__}"
         raise TypeError(
-            f"rename= {what}. Pass a function from each name in the files to a path in like=, a "
-            "string; leave out what is not wanted with ignore=."
+            f"rename= {made}. Pass a function from each name in the files to a path in like=, a "
+            "string; leave out tensors with ignore=."
         )
     return ours
 
 
 def _mapped(by_tensor: Mapping[str, list[Source]]) -> set[str]:
-    """Returns the leaves that `names=` has."""
+    """Returns the leaves in `names=`."""
     return {one.leaf for parts in by_tensor.values() for one in parts}
 
 
-def _refusal(
-    leaves: list[Leaf], own: list[Leaf], by_tensor: Mapping[str, list[Source]]
-) -> Exception | None:
-    """Returns an error for dtypes that do not fit a tensor, or names that read alike.
-
-    `own` are those that go out under their own names.
-    """
-    dtypes = {leaf.name: str(_dtype(leaf)) for leaf in leaves}
-    for name, dtype in dtypes.items():
-        if dtype not in DTYPES.values():
-            return TypeError(
-                f"{name} is {dtype}, which safetensors does not know. Cast it or leave it out."
-            )
-    for name, parts in by_tensor.items():
-        if len({dtypes[one.leaf] for one in parts}) > 1:
-            has = " and ".join(f"{one.leaf}, {dtypes[one.leaf]}," for one in parts)
-            return TypeError(
-                f"names= says that {name} has {has} as its parts. Cast them to one dtype."
-            )
-    named = {name: parts[0].leaf for name, parts in by_tensor.items()}
-    for leaf in own:
-        other = named.setdefault(_dotted(leaf.name), leaf.name)
-        if other != leaf.name:
-            return ValueError(f"{other} and {leaf.name} are both {_dotted(leaf.name)}. Rename one.")
-    return None
+def _exported(sizes: Mapping[str, Shape], names: Names | None) -> dict[str, list[Source]]:
+    """Returns, by the name of each tensor, the parameters in it; those not in `names` as well."""
+    by_tensor = _names.sources({} if names is None else names, sizes)
+    mapped = _mapped(by_tensor)
+    for leaf in [name for name in sizes if name not in mapped]:
+        name = _dotted(leaf)
+        if name in by_tensor:
+            raise ValueError(f"{by_tensor[name][0].leaf} and {leaf} are both {name}. Rename one.")
+        by_tensor[name] = [_names.source(leaf, (), sizes[leaf])]
+    return by_tensor
 
 
 def _dotted(name: str) -> str:
     return name.replace("/", ".")
 
 
-def _dtype(leaf: Leaf) -> np.dtype:
+def _check_dtypes(by_tensor: Mapping[str, list[Source]], dtypes: Mapping[str, np.dtype]) -> None:
+    for leaf, dtype in dtypes.items():
+        if str(dtype) not in DTYPES.values():
+            raise TypeError(
+                f"{leaf} is {dtype}, which safetensors does not know. Cast it or leave it out."
+            )
+    for name, parts in by_tensor.items():
+        if len({dtypes[one.leaf] for one in parts}) > 1:
+            has = ", ".join(f"{one.leaf} ({dtypes[one.leaf]})" for one in parts)
+            raise TypeError(f"names= combines {has} in {name}. Cast them to one dtype.")
+
+
+def _dtype(value: PyTree) -> np.dtype:
     """Returns the dtype as stored: a numpy array's own, even one that JAX would narrow."""
-    dtype = getattr(leaf.value, "dtype", None)
-    return np.asarray(leaf.value).dtype if dtype is None else dtype
-
-
-def _shape(leaf: Leaf, shapes: Mapping[str, Shape]) -> Shape:
-    return shapes.get(leaf.name, np.shape(leaf.value))
+    return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
 
 
 def _full(
@@ -288,14 +279,14 @@ def _full(
     values: Mapping[str, PyTree],
     name: str,
 ) -> np.ndarray:
-    """Returns a tensor, of one parameter as it is or of parts of some."""
+    """Returns a tensor, assembled from its parts."""
     (shape, dtype), parts = tensors[name], by_tensor[name]
-    if len(parts) == 1 and parts[0].is_whole:
+    if parts[0].view is _names.whole and not parts[0].index:
         return unpadded(_move.to_host(values[parts[0].leaf]), shape)
     tensor = np.empty(shape, dtype)
     for one in parts:
         layer = values[one.leaf]
-        if one.index:  # sliced on the devices, no more travels to the host than a layer
+        if one.index:  # the devices slice it, so that only a layer travels to the host
             cut = _sliced if isinstance(layer, jax.Array) else operator.getitem
             layer = cut(layer, one.index)
         one.view(tensor)[...] = unpadded(_move.to_host(layer), one.shape)

@@ -1,7 +1,7 @@
 """Saves and restores states as Orbax checkpoints that open at any stage on any number of devices.
 
-The saved tree is the same at every stage; only the placement of its leaves differs. A restore
-therefore reads each shard of the new placement straight from the file.
+The saved tree is the same at every stage; only the placement of its leaves differs. So a restore
+reads each shard of the new placement straight from the file.
 """
 
 import functools
@@ -29,20 +29,18 @@ from zerojax._run import agreement as _agreement
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import PyTree
 
-# Chunks are so small that a shard is read without the rest of its leaf.
+# Chunks are small, so that a restore reads a shard without the rest of its leaf.
 CHUNK_BYTES = 2**25
 
 
 class Handler(ocp.PyTreeCheckpointHandler):
-    """Orbax's handler, which ends a checkpoint just before it counts as complete.
+    """Orbax's handler, which drops padding and writes checksums before a checkpoint is complete.
 
-    It drops the padding of arrays, and writes checksums. One state is saved at a time.
-
-    It does not compress: the floats of a trained state would shrink by 8%, for twice the processor
-    time, which a write in the background takes from the steps.
+    It saves one state at a time. It does not compress: the floats of a trained state would shrink
+    by 8%, and a write in the background would take twice the processor time from the steps.
     """
 
-    # Of the save under way: the logical shapes of padded arrays, by their names in its files.
+    # The logical shapes of padded arrays in the save under way, by their names in its files.
     shapes: Mapping[str, Shape] = {}
 
     def __init__(self, **options: Any) -> None:
@@ -56,7 +54,7 @@ class Handler(ocp.PyTreeCheckpointHandler):
 
 @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
 class Args(ocp.args.PyTreeSave):
-    """Orbax's arguments of a save, by which it finds the handler."""
+    """Orbax's arguments of a save; Orbax finds the handler by their type."""
 
 
 def save(
@@ -69,20 +67,20 @@ def save(
     metadata: PyTree = None,
     plan: Plan | None = None,
 ) -> None:
-    """Writes a state as an Orbax checkpoint, complete or not at all.
+    """Writes a state as an Orbax checkpoint; one that fails leaves nothing behind.
 
-    Every process calls it, and each writes its own shards. Nothing that exists is overwritten,
-    and of two writers to one path the second is refused. `zerojax.Checkpoints` is for loops.
+    Every process calls it, and each writes its own shards. It overwrites nothing, and refuses a
+    second writer to the same path. Use `zerojax.Checkpoints` in a loop.
 
     Arguments:
-        path: a new directory; what Orbax takes, `gs://` included.
+        path: a new directory; any that Orbax takes, `gs://` included.
         state: a placed state, or any tree of arrays.
         step, rng: saved with the state.
-        data: saved too: the state of the data iterator, or an iterator with `get_state()`, as
+        data: saved too: the state of the data iterator, or an iterator with `get_state()`, such as
             Grain's; each process saves its own.
-        metadata: saved too: anything of numbers, strings, bytes, arrays, lists, tuples and dicts.
-        plan: the plan, for states that do not carry an optimizer (tuples, dicts): files hold arrays
-            without padding, and these do not tell what is padding.
+        metadata: saved too: numbers, strings, bytes, arrays, and lists, tuples and dicts of them.
+        plan: the plan, for states that do not carry an optimizer (tuples, dicts). Files hold arrays
+            without padding, and only the plan knows the padding of these.
 
     Example:
         >>> import tempfile
@@ -116,19 +114,19 @@ def restore(
     ignore: str | None = None,
     cast: bool = False,
 ) -> PyTree:
-    """Reads a state to where `like` has it, whatever stage and devices wrote it.
+    """Reads a state into the placement of `like`, whatever stage and devices wrote it.
 
-    Each device reads its own shards, and nothing ever has the full state. A step can donate the
-    result like any other state. Also opens what plain Orbax and Flax wrote.
+    Each device reads its own shards, and no device ever has the full state. A step can donate the
+    result like any other state. It also opens checkpoints of plain Orbax and Flax.
 
     Arguments:
-        path: the directory given to `save`, or one step of `Checkpoints` or of Orbax's manager.
+        path: a directory that `save` wrote, or one step of `Checkpoints` or of Orbax's manager.
         like: a `Plan` (which needs memory for one state only), a placed state, or an abstract one.
             Leaves without a sharding go to the first local device. For a padded state that does
-            not carry an optimizer (a tuple, a dict), give its plan.
-        keep: a path regex; leaves of `like` that it finds keep their value and are not read.
-        ignore: a path regex; leaves of the checkpoint that it finds need not be in `like`.
-        cast: read floats of other dtypes, cast to those of `like`.
+            not carry an optimizer (a tuple, a dict), pass its plan.
+        keep: a path regex; leaves of `like` that match it keep their value and are not read.
+        ignore: a path regex; leaves of the checkpoint that match it need not be in `like`.
+        cast: read floats of other dtypes, and cast them to those of `like`.
 
     Example:
         >>> import tempfile
@@ -152,7 +150,7 @@ def restore(
     directory, tree, _ = _opened(target)
     leaves = _state.named_leaves(like)
     saved = _matching.saved_leaves(tree)
-    # Arrays without elements are not in the file (`save_args`).
+    # Files have no arrays without elements (`save_args`).
     empty = {
         leaf.name: _matching.made_empty(leaf.value)
         for leaf in leaves
@@ -166,10 +164,10 @@ def restore(
 
 
 def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
-    """Reads what was saved with a state: `step`, `rng`, `data` and `metadata`.
+    """Reads `step`, `rng`, `data` and `metadata`, which were saved with a state.
 
-    `data=False` leaves out the data iterators, which only as many processes as saved them can
-    continue.
+    `data=False` leaves out the data iterators: only as many processes as saved them can continue
+    them.
 
     Example:
         >>> import tempfile
@@ -184,16 +182,15 @@ def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
 
 
 def _opened(
-    given: epath.Path, only: str | None = None
+    path: epath.Path, only: str | None = None
 ) -> tuple[epath.Path, PyTree, dict[str, PyTree]]:
     """Returns the directory of a tree, the tree, and the metadata saved with it.
 
-    It checks the files that zerojax wrote, or `only` one; what Orbax alone wrote has no checksums.
+    It checks the files that zerojax wrote, or `only` one; those of plain Orbax have no checksums.
     """
-    directory = _files.tree_in(given)
+    directory = _files.tree_in(path)
     if directory is None:
-        raise ValueError(_files.nothing_at(given))
-    _files.check_regular(directory)
+        raise ValueError(_files.nothing_at(path))
     listed = (directory / _files.CHECKSUMS).exists()
     if listed or _extras.OUR_KEY in _metadata(directory)[1]:
         _files.check_files(directory, only)
@@ -201,7 +198,7 @@ def _opened(
 
 
 def agree(call: str, directory: epath.Path, state: PyTree = None, **options: object) -> None:
-    """Raises in every process unless all use one directory, with the same leaves and options."""
+    """Raises in every process unless all pass the same directory, leaves and options."""
 
     def items() -> dict[str, str]:
         leaves = (
@@ -216,14 +213,14 @@ def agree(call: str, directory: epath.Path, state: PyTree = None, **options: obj
 
 
 def _one_replica(leaf: PyTree) -> PyTree:
-    """Returns the first copy of a replicated leaf: Orbax would slice the copies of all devices."""
+    """Returns one copy of a replicated leaf: Orbax would slice the copies on all devices."""
     if jax.process_count() > 1 or not isinstance(leaf, jax.Array):
         return leaf
     return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
 
 
 def check_leaves(state: PyTree) -> None:
-    """Raises for what a restore could not give back, before any file is made."""
+    """Raises for leaves that a restore could not give back, before any file exists."""
     _refusals.check_stored(state)
     _refusals.check_unpadded(state)
     leaves = _state.named_leaves(state)
@@ -231,22 +228,22 @@ def check_leaves(state: PyTree) -> None:
     _refusals.check_alive(state)
     for leaf in leaves:
         if not _refusals.has_numbers(leaf.value):
-            raise TypeError(f"{leaf.name} is a shape without values. Pass a state that is made.")
+            raise TypeError(f"{leaf.name} is a shape without values. Pass a state with arrays.")
         array = leaf.value if isinstance(leaf.value, jax.Array) else np.asarray(leaf.value)
         seen = _state.shape_dtype(leaf.value).dtype  # by a step
         if array.dtype != seen and array.dtype.kind in "iu" and (array.astype(seen) != array).any():
             raise ValueError(
-                f"{leaf.name} has integers that JAX cuts off, as it does without jax_enable_x64. "
-                "Set that, or give them to save as metadata=."
+                f"{leaf.name} has integers that JAX truncates without jax_enable_x64. Set that, or "
+                "save them as metadata=."
             )
 
 
 def check_like(like: PyTree) -> None:
-    """Raises for what no state can be restored to."""
+    """Raises for a `like` that has no placement or no arrays."""
     if callable(like) and jax.tree_util.all_leaves([like]) and not _refusals.is_flax_module(like):
         raise TypeError(
-            "like= is a function, which says nothing of placement. Pass "
-            "zerojax.plan(make_state, stage=3), or a state."
+            "like= is a function, which has no placement. Pass zerojax.plan(make_state, stage=3), "
+            "or a state."
         )
     if not isinstance(like, Plan):
         _refusals.check_stored(like, "like=")
@@ -255,10 +252,10 @@ def check_like(like: PyTree) -> None:
 def save_args(
     handler: Handler, state: PyTree, custom: dict[str, Json], shapes: Mapping[str, Shape]
 ) -> Args:
-    """Returns what Orbax saves: arrays of the dtypes that a step would see, in small chunks.
+    """Returns Orbax's arguments: arrays of the dtypes that a step would see, in small chunks.
 
-    `shapes` are the logical ones of padded leaves, whose padding the handler drops. Arrays
-    without elements are left out, because Orbax refuses them.
+    The handler drops the padding of leaves with a logical shape in `shapes`. Arrays without
+    elements are left out, because Orbax refuses them.
     """
 
     def as_array(leaf: PyTree) -> jax.Array | np.ndarray | None:
@@ -279,7 +276,7 @@ def save_args(
 
 
 def _without_partials(tree: PyTree) -> PyTree:
-    """Returns a tree that has lists for `Partial`s, which Orbax cannot make; no path changes."""
+    """Returns a tree with lists for `Partial`s, which Orbax cannot make; no path changes."""
 
     def is_partial(node: PyTree) -> bool:
         return isinstance(node, jax.tree_util.Partial)
@@ -292,19 +289,19 @@ def _without_partials(tree: PyTree) -> PyTree:
 
 def absolute(path: str | os.PathLike) -> epath.Path:
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{path!r} is no path. Pass a str or a pathlib.Path.")
+        raise TypeError(f"{path!r} is not a path. Pass a str or a pathlib.Path.")
     return epath.Path(path if "://" in str(path) else os.path.abspath(os.path.expanduser(path)))
 
 
 def _metadata(directory: epath.Path) -> tuple[PyTree, dict[str, PyTree]]:
-    """Returns the saved tree, of Orbax's descriptions of leaves, and the metadata saved with it."""
+    """Returns Orbax's descriptions of the saved leaves, and the metadata saved with them."""
     with _files.naming("the tree", directory):
-        found = ocp.PyTreeCheckpointHandler().metadata(directory)
-    custom = found.custom_metadata
-    return found.tree, custom if isinstance(custom, dict) else {}
+        metadata = ocp.PyTreeCheckpointHandler().metadata(directory)
+    custom = metadata.custom_metadata
+    return metadata.tree, custom if isinstance(custom, dict) else {}
 
 
 def _concurrent_gb(tree: PyTree) -> float:
-    """Returns how much Orbax may have in flight: about one leaf, the largest."""
+    """Returns how much Orbax may have in flight: about the largest leaf."""
     largest = max(map(_matching.nbytes, jax.tree.leaves(tree)), default=0)
     return (largest + CHUNK_BYTES) / 1e9

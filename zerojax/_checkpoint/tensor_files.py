@@ -1,16 +1,16 @@
 """The safetensors format, written and read with one tensor in memory at a time.
 
-It is a length, a JSON header and the raw bytes. The `safetensors` package can neither write a file
-piece by piece nor slice bfloat16 from one into numpy; twenty lines each can.
+A file is a length, a JSON header and the raw bytes. The `safetensors` package can neither write a
+file piece by piece nor slice bfloat16 from one into numpy.
 
-The format has no checksums. Those that are written here stand in the header's metadata, which other
-readers ignore: the CRC-32 of each tensor's bytes. They are known last, so the header is written
-twice, both times as long.
+The format has no checksums. The CRC-32 of each tensor's bytes goes into the header's metadata,
+which other readers ignore. It is known last, so the header is written twice, with the same length.
 """
 
 import json
 import math
 import os
+import pathlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import IO, NamedTuple
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax._checkpoint import files as _files
-from zerojax._types import PyTree, Shape
+from zerojax._types import Shape
 
 DTYPES = {f"F{bits}": f"float{bits}" for bits in (64, 32, 16)}
 DTYPES |= {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"}
@@ -28,11 +28,11 @@ DTYPES |= {f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)}
 DTYPES |= {f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)}
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 10**8  # as in the safetensors package
-CHECKSUM = "crc32:"  # what stands before a tensor's name in the metadata
+CHECKSUM = "crc32:"  # before a tensor's name in the metadata
 
 
 class FileTensor(NamedTuple):
-    """A tensor in a file, read where it is used; its checksum, if it has one."""
+    """A tensor in a file, read where it is used, and its checksum, if it has one."""
 
     file: str
     name: str
@@ -46,9 +46,9 @@ def write(
     full: Callable[[str], np.ndarray],
     most: float,
 ) -> None:
-    """Writes files of `most` bytes and their index, in the first process; all of them call it.
+    """Writes files of `most` bytes and their index, in process 0; all processes call it.
 
-    `full` makes the value of a tensor when its turn comes.
+    `full` returns the value of a tensor when its turn comes.
     """
     first = jax.process_index() == 0
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
@@ -84,8 +84,8 @@ def _write_file(
         entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": offsets}
     file.write(_header(entries, sums))
     for name in tensors:
-        value = full(name)  # all processes have a part
-        # Without its padding it may not be contiguous: row by row, the host never has it twice.
+        value = full(name)  # in every process: each has a part of it
+        # An array without its padding may not be contiguous. The host copies only a row at a time.
         rows = [value] if value.flags.c_contiguous else map(np.ascontiguousarray, value)
         for row in rows if first else ():
             data = row.reshape(-1).view(np.uint8).data
@@ -96,7 +96,7 @@ def _write_file(
 
 
 def _header(entries: Mapping[str, object], sums: Mapping[str, int]) -> bytes:
-    # transformers reads no file that does not say what framework wrote it, and knows few.
+    # transformers refuses files that do not name a framework that it knows.
     metadata = {"format": "pt"} | {CHECKSUM + name: f"{crc:08x}" for name, crc in sums.items()}
     text = json.dumps({"__metadata__": metadata, **entries}).encode()
     text += b" " * (-len(text) % 8)
@@ -111,44 +111,41 @@ def stored_files(path: str) -> list[str]:
     if not os.path.isfile(index):
         if os.path.isfile(only):
             return [only]
-        what = (
-            f"there is no {INDEX} in {path}" if os.path.exists(path) else f"{path} does not exist"
-        )
-        raise ValueError(f"{what}. Give a directory with {INDEX}, or one file.")
+        there = f"there is no {INDEX} in {path}"
+        there = there if os.path.exists(path) else f"{path} does not exist"
+        raise ValueError(f"{there}. Pass a directory with {INDEX}, or one file.")
     try:
-        names = sorted(set(json.loads(_files.read(index))["weight_map"].values()))
+        names = sorted(set(json.loads(pathlib.Path(index).read_bytes())["weight_map"].values()))
         if outside := [name for name in names if os.path.basename(name) != name]:
-            raise ValueError(f"it names {outside[0]!r}, outside of its directory")
+            raise ValueError(f"it names {outside[0]!r}, outside its directory")
     except _files.DAMAGE as error:
         raise ValueError(f"{index} is damaged ({error}). Export it again.") from error
     files = [os.path.join(path, name) for name in names]
     if missing := [file for file in files if not os.path.isfile(file)]:
-        raise ValueError(f"{missing[0]} is missing, and {index} names it. Export it again.")
+        raise ValueError(f"{missing[0]}, which {index} names, is missing. Export it again.")
     return files
 
 
 def read_file(file: str) -> list[FileTensor]:
     """Returns the tensors of a file."""
     try:
-        with _files.opened(file) as opened:
+        with open(file, "rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             if length > min(MOST_HEADER_BYTES, os.path.getsize(file)):
                 raise ValueError(f"a header of {length} bytes")
-            header = json.loads(opened.read(length), object_pairs_hook=_each_once)
+            header = json.loads(opened.read(length))
         sum_of = header.pop("__metadata__", {}).get
         data = np.memmap(file, np.uint8, mode="r")[8 + length :]
-        tensors = [
+        return [
             FileTensor(file, name, _tensor(data, name, **entry), sum_of(CHECKSUM + name))
             for name, entry in header.items()
         ]
-        _check_tiled([entry["data_offsets"] for entry in header.values()], data.size)
-        return tensors
     except _files.DAMAGE as error:
         raise ValueError(f"{file} is truncated or damaged ({error}). Export it again.") from error
 
 
 def check(tensors: Iterable[FileTensor], together: bool) -> None:
-    """Raises where the bytes of tensors are not those written, as far as they have checksums.
+    """Raises for a tensor whose bytes do not have its checksum, if it has one.
 
     Processes that read `together` share the tensors, and raise together.
     """
@@ -157,8 +154,8 @@ def check(tensors: Iterable[FileTensor], together: bool) -> None:
     sums = ((one, zlib.crc32(one.value.reshape(-1).view(np.uint8))) for one in mine)
     wrong = next((one for one, crc in sums if f"{crc:08x}" != one.checksum), None)
     error = wrong and ValueError(
-        f"{wrong.name} in {wrong.file} is damaged: its bytes are not those of its checksum. "
-        "Export it again. If another program changed the tensor, have that write the file without "
+        f"{wrong.name} in {wrong.file} is damaged: its bytes do not match its checksum. Export it "
+        "again. If another program changed the tensor, have that program write the file without "
         f"the old metadata ({CHECKSUM}{wrong.name})."
     )
     if together:
@@ -167,34 +164,17 @@ def check(tensors: Iterable[FileTensor], together: bool) -> None:
         raise error
 
 
-def _each_once(pairs: list[tuple[str, PyTree]]) -> dict[str, PyTree]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        raise ValueError(f"a name twice among {some(entries)}")
-    return entries
-
-
 def _tensor(
     data: np.ndarray, name: str, dtype: str, shape: list[int], data_offsets: list[int]
 ) -> np.ndarray:
     if dtype not in DTYPES:
-        raise ValueError(f"{name} has the dtype {dtype!r}, which is none of {', '.join(DTYPES)}")
+        raise ValueError(f"{name} has the dtype {dtype!r}, not one of {', '.join(DTYPES)}")
     kind = jnp.dtype(DTYPES[dtype])
     start, end = data_offsets
     are_counts = all(type(number) is int and number >= 0 for number in (start, end, *shape))
     if not are_counts or end > data.size or end - start != math.prod(shape) * kind.itemsize:
         raise ValueError(f"{name}, {shape} of {dtype}, does not lie at bytes {start} to {end}")
     return data[start:end].view(kind).reshape(shape)
-
-
-def _check_tiled(offsets: list[list[int]], size: int) -> None:
-    """Raises unless each byte belongs to one tensor, as the format demands."""
-    end = 0
-    for start, stop in [*sorted(offsets), [size, size]]:
-        if start != end:
-            at = min(start, end)
-            raise ValueError(f"{'no tensor' if start > end else 'two tensors'} at byte {at}")
-        end = stop
 
 
 def some(names: Iterable[str]) -> str:
