@@ -188,9 +188,7 @@ def test_a_tuple_is_saved_and_restored_by_its_plan(tmp_path):
     assert_equal_bits(back, given)
     assert back[0]["w"].shape == (32, 11)
     assert_equal_bits(zerojax.restore(tmp_path / "c", state)[0], PARAMS)
-    message = (
-        r"v: \[13, 33\] saved, \[13, 40\] wanted; .*or the diff.*padding.*plan as like="
-    )
+    message = r"v: \[13, 33\] saved, \[13, 40\] wanted; .*or the diff.*padding.*plan as like="
     with pytest.raises(ValueError, match=message):
         zerojax.restore(tmp_path / "c", like=given)
     zerojax.save(tmp_path / "padded", given)

@@ -100,8 +100,8 @@ def plans(me, batch):
 
 
 def steps(me, state, batch):
-    rate = "the step: .*a number in the optimizer's update, such as the learning rate: "
-    told(f"{rate}1e-05 in process 0, 0.02 in process 1", step, placed(0, (1e-5, 0.02)[me]), batch)
+    rate = "the step: .*the program: optimizer .* -1e-05.* in process 0.* -0.02.* in process 1"
+    told(rate, step, placed(0, (1e-5, 0.02)[me]), batch)
     applied = (jnp.sin, jnp.cos)[me]
     tx = optax.stateless(lambda updates, _: jax.tree.map(applied, updates))
     told("the step: .*the program: .* = sin .* = cos ", step, placed(0, 0, tx), batch)
@@ -148,7 +148,7 @@ def unshared(directory, me, state):
     """One path, and another directory behind it in each process."""
     os.makedirs(own := f"{directory}/of_{me}")
     os.chdir(own)
-    apart = "/proc/self/cwd/c is not one directory: process 1 does not see there .* all hosts"
+    apart = "/proc/self/cwd/c is not one directory: process 1 does not see the files .* all hosts"
     told(apart, zerojax.save, "/proc/self/cwd/c", state)
     assert not [name for _, _, files in os.walk(own) for name in files]
     shutil.rmtree(own)

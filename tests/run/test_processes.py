@@ -12,7 +12,7 @@ from tests.processes import Run, check_written_together, completed
 
 pytestmark = pytest.mark.ci
 STEPS = 8
-OUTSIDE = "something outside of train() holds arrays or devices"
+OUTSIDE = "something outside train() holds arrays or devices"
 OFFLOAD = ["--offload"]  # the worker asserts where its state was born, restored, and left
 
 
@@ -116,7 +116,7 @@ def test_three_go_on_where_one_of_four_is_killed(tmp_path):
     """From the checkpoint of step 4, with the numbers of three devices that are started there."""
     run = elastic(tmp_path, 4, "--elastic", at_least=1, kill_at=5)
     assert run.wait(240) == [0, 0, 0, -9], run.text()
-    assert run.said(r"zerojax: (lost.*)") == "lost process 3 of 4, and goes on with 3"
+    assert run.said(r"zerojax: (lost.*)") == "lost process 3 of 4, and continues with 3"
     assert sorted(losses(run, 4)) == [1, 2, 3, 4, 5]
     assert sorted(losses(run, 3)) == [5, 6, 7, 8]
     for devices, steps in ((4, 4), (3, STEPS)):
@@ -139,7 +139,7 @@ def test_three_go_on_where_the_lost_one_was_to_save(tmp_path):
 
 
 ENDS = [
-    (["--elastic", "--kill-at", "1"], 2, "elastic: 1 of 2 processes are left, and at_least=2."),
+    (["--elastic", "--kill-at", "1"], 2, "elastic: 1 of 2 processes are left, but at_least=2."),
     (["--elastic", "--refuse-at", "1"], 1, "INTERNAL: of all of them"),  # nobody is lost
     (["--elastic", "--raise-at", "1"], 1, "ValueError: this process has seen enough"),
     ([], 1, r"Start it with zerojax.initialize\(elastic=True\)"),
@@ -153,7 +153,7 @@ def test_an_elastic_run_ends(tmp_path, flags, at_least, message):
     assert codes == [1, -9 if "--kill-at" in flags else 1], run.text()
     ended = run.logs[: codes.count(1)]
     assert all(re.search(message, log.read_text()) for log in ended)
-    assert "goes on" not in run.text()
+    assert "continues" not in run.text()
 
 
 def test_arrays_made_outside_are_said_to_keep_their_memory(tmp_path):

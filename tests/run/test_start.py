@@ -56,7 +56,7 @@ print([zerojax.run.process_slice(32) for _ in range(2)])
 def test_initialize_alone_says_so_and_a_process_that_has_not_joined_others_is_warned_once():
     _, said, error = python(ALONE)
     assert said.splitlines() == ["zerojax: 1 process, 1 devices", "1", f"{[slice(0, 32)] * 2}"]
-    assert error.count("UserWarning: WORLD_SIZE=4 says that this is one of 4 processes, and") == 1
+    assert error.count("UserWarning: WORLD_SIZE=4 says that this is one of 4 processes, but") == 1
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_initialize_alone_says_so_and_a_process_that_has_not_joined_others_is_wa
         ("WORLD_SIZE", r"WORLD_SIZE=4 says .* 4 processes.*zerojax.initialize\(\)"),
         ("SLURM_STEP_NUM_TASKS", r"SLURM_STEP_NUM_TASKS=4 says .* one of 4 processes"),
         ("OMPI_COMM_WORLD_SIZE", r"OMPI_COMM_WORLD_SIZE=4 says .* one of 4 processes"),
-        ("SLURM_NTASKS", "Give each writer a path of its own"),  # of a batch script, outside srun
+        ("SLURM_NTASKS", "Give each writer its own path"),  # of a batch script, outside srun
     ],
 )
 def test_a_writer_that_others_are_in_the_way_of_is_told_if_it_is_one_of_them(
@@ -97,7 +97,7 @@ def test_half_an_environment_is_an_error(monkeypatch, missing):
     names = {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"}
     for name in names - {missing}:
         monkeypatch.setenv(name, "2")
-    with pytest.raises(ValueError, match=rf"WORLD_SIZE=2 is set and {missing} is not. Set MASTER"):
+    with pytest.raises(ValueError, match=rf"WORLD_SIZE=2 is set, but {missing} is not. Set MASTER"):
         zerojax.initialize()
 
 

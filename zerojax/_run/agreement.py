@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import platform
-import re
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,36 +17,34 @@ from jax.sharding import Mesh
 
 from zerojax import _compat
 
-PATIENCE = 30  # seconds after which a process says what it waits for
+PATIENCE = 30  # seconds after which a process says which process it waits for
 MOST_SHOWN = 5  # differences; the rest are counted
 MOST_CHARACTERS = 160  # characters of each
 
-BEATS = "zerojax/alive/"  # by process, where the run goes on without those that are lost
+BEATS = "zerojax/alive/"  # a key for each process, in runs that survive lost processes
 LOST = 60  # seconds without a beat
 GONE = "lost"
-PROGRAM = "the program"  # of which one equation a line is compared
-DECIMAL = re.compile(r"-?[\d.]+(e[-+]?\d+)?")
 
 _meetings: collections.Counter[str] = collections.Counter()  # so far, by channel
 
 
 def beat(count: int) -> None:
-    """Tells that this process lives: where runs may lose processes, JAX does not end the others."""
+    """Tells the others that this process is alive: JAX does not do so in elastic runs."""
     run = _compat.run_of_processes()
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         run.client.key_value_set(f"{BEATS}{run.process_id}", str(count), allow_overwrite=True)
 
 
 def new_run() -> None:
-    """Starts counting anew, as the processes of another run do."""
+    """Resets the counts, like the other processes of a new run."""
     _meetings.clear()
 
 
 def agree(call: str, items: Callable[[], dict[str, str]], mesh: Mesh | None = None) -> None:
-    """Raises in every process, naming what differs, where one has other `items` than the rest.
+    """Raises in every process, and names the difference, if the `items` of one differ.
 
-    The processes that have devices of `mesh`, by default all, call this at the same points of
-    their program. It costs a single process nothing.
+    The processes that have devices of `mesh`, by default all, call it at the same points of their
+    program. A single process does nothing.
     """
     if not jax.distributed.is_initialized():
         return
@@ -62,10 +59,10 @@ def agree(call: str, items: Callable[[], dict[str, str]], mesh: Mesh | None = No
 def _difference_between(members: Sequence[int], call: str, said: dict[str, str]) -> str:
     """Compares once: the first process reads all digests, and the texts of one that differs.
 
-    It uses the store of `jax.distributed` and not the devices: a collective would hang or break
-    just where the processes disagree.
+    It uses the store of `jax.distributed`, not the devices: collectives hang or fail exactly when
+    processes disagree.
     """
-    # Each kind of call counts its own meetings: another thread may place batches meanwhile.
+    # Each kind of call counts its own meetings, because another thread may place batches.
     channel = f"zerojax/{call}/{zlib.crc32(repr(members).encode())}"
     before, now = (f"{channel}/{_meetings[channel] + n}" for n in (0, 1))
     _meetings[channel] += 1
@@ -83,7 +80,7 @@ def _difference_between(members: Sequence[int], call: str, said: dict[str, str])
         store.key_value_set(f"{now}/other", str(others[0] if others else me))
     answer = _read(f"{now}/other", first, call)
     if answer == GONE:
-        raise jax.errors.JaxRuntimeError(f"{call}: one of the processes is lost")
+        raise jax.errors.JaxRuntimeError(f"{call}: the run has lost a process")
     other = int(answer)
     if other == first:
         return ""
@@ -96,9 +93,9 @@ def _difference_between(members: Sequence[int], call: str, said: dict[str, str])
 
 
 def _read(key: str, process: int, call: str, most: float = math.inf) -> str:
-    """Returns what `process` tells, after any time: it may still be reading its data.
+    """Returns the value that `process` writes, whenever that is: it may still load its data.
 
-    It raises after `most` seconds, or if the process told that it lives, and no longer does.
+    It raises after `most` seconds, or when the process no longer says that it is alive.
     """
     waited, quiet, beat = 0, 0, None
     while True:
@@ -112,26 +109,26 @@ def _read(key: str, process: int, call: str, most: float = math.inf) -> str:
                 raise
         print(
             f"zerojax: process {_compat.run_of_processes().process_id} has waited {waited} s in "
-            f"{call} for process {process}, or for one that it waits for.",
+            f"{call} for process {process}, or for one that this one waits for.",
             file=sys.stderr,
             flush=True,
         )
 
 
 def wait_for_all(*, key: str, timeout_ms: int) -> None:
-    """Waits until all processes are here; raises where one no longer lives."""
+    """Waits until all processes are here; raises when one is no longer alive."""
     run, here = _compat.run_of_processes(), f"zerojax/here/{key}"
-    _meetings[here] += 1  # a key comes again
+    _meetings[here] += 1  # Orbax uses a key again
     now = f"{here}/{_meetings[here]}"
     run.client.key_value_set(f"{now}/{run.process_id}", "")
     for process in range(run.num_processes):
         _read(f"{now}/{process}", process, "a save", timeout_ms / 1000)
-    if _meetings[here] > 1:  # all are here, and so have read the one before
+    if _meetings[here] > 1:  # all are here, so all have read the one before
         run.client.key_value_delete(f"{here}/{_meetings[here] - 1}/{run.process_id}")
 
 
 def _beat_of(process: int) -> str | None:
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # it never told
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has no beat yet
         return _compat.shared_store().key_value_try_get(f"{BEATS}{process}")
     return None
 
@@ -149,15 +146,16 @@ def _versions() -> dict[str, str]:
 
 def _message(call: str, a: int, b: int, ours: dict[str, str], theirs: dict[str, str]) -> str:
     differ = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    # Texts of many lines (a program, all leaves of a state) differ because of those of one line.
+    # Texts of many lines (a program, all leaves of a state) differ because options of one line do.
     words = [name for name in differ if "\n" not in ours.get(name, "") + theirs.get(name, "")]
     names = words or differ
     lines = [_difference(name, ours.get(name), theirs.get(name), a, b) for name in names]
-    rest = [f"and {len(lines) - MOST_SHOWN} more"] if len(lines) > MOST_SHOWN else []
-    shown = "".join(f"\n  {line}" for line in [*lines[:MOST_SHOWN], *rest])
+    if len(lines) > MOST_SHOWN:
+        lines[MOST_SHOWN:] = [f"and {len(lines) - MOST_SHOWN} more"]
+    shown = "".join(f"\n  {line}" for line in lines)
     return (
         f"{call}: the processes disagree, and would compute wrong numbers or wait for each other "
-        f"without end. Processes {a} and {b} differ in{shown}\n"
+        f"for ever. Processes {a} and {b} differ in{shown}\n"
         "Start all with the same program, arguments, data and versions."
     )
 
@@ -169,15 +167,4 @@ def _difference(name: str, ours: str | None, theirs: str | None, a: int, b: int)
     first = next(i for i, (x, y) in enumerate(zip_longest(*pair)) if x != y)
     alike = max(0, first - MOST_CHARACTERS // 2)
     x, y = ("..." * (alike > 0) + text[alike : alike + MOST_CHARACTERS].strip() for text in pair)
-    if name == PROGRAM and pair[0].lstrip().startswith("optimizer ") and (rates := _numbers(*pair)):
-        name, (x, y) = "a number in the optimizer's update, such as the learning rate", rates
     return f"{name}: {x} in process {a}, {y} in process {b}"
-
-
-def _numbers(ours: str, theirs: str) -> tuple[str, str] | None:
-    """Returns the numbers of two lines, without their signs, if they differ in nothing else."""
-    pairs = zip_longest(ours.split(), theirs.split(), fillvalue="")
-    differ = [pair for pair in pairs if pair[0] != pair[1]]
-    if len(differ) != 1 or not all(map(DECIMAL.fullmatch, differ[0])):
-        return None
-    return differ[0][0].lstrip("-"), differ[0][1].lstrip("-")  # updates subtract: -0.01 is 0.01

@@ -1,4 +1,4 @@
-"""Goes on with the processes that are left when others are lost, without starting Python again."""
+"""Continues a run with the remaining processes when others are lost, without a restart."""
 
 import gc
 import itertools
@@ -15,28 +15,29 @@ from zerojax._run import processes as _processes
 
 Result = TypeVar("Result")
 RAISED, DONE = "failed", "done"
-MEETING = 60_000  # milliseconds for the first to say where
-COLLECTIONS = 4  # as often as JAX itself: what one frees lets the next free more
+MEETING = 60_000  # milliseconds for the first process to name an address
+COLLECTIONS = 4  # as in JAX itself: objects that one frees let the next free more
 
 
 def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
-    """Runs `train`, and runs it again with the processes that are left whenever some are lost.
+    """Runs `train`, and runs it again with the remaining processes whenever some are lost.
 
     Call it in every process, after `zerojax.initialize(elastic=True)`. When a process ends or its
-    host fails, collectives of the others fail. They give up their devices, find each other anew,
-    count themselves from 0 without gaps, and call `train` again: it makes its mesh, plan and state
-    over `jax.devices()`, which are fewer now, and goes on from the newest checkpoint. So `train`
-    must make all of its arrays itself; those made outside are lost, and keep their memory.
+    host fails, the collectives of the others fail. They release their devices, find each other
+    again, number themselves from 0 without gaps, and call `train` again. It makes its mesh, plan
+    and state over `jax.devices()`, which are fewer now, and continues from the newest checkpoint.
+    So `train` must make all of its arrays itself; arrays from outside are lost, and keep their
+    memory.
 
-    Other errors, and those after which all processes are still there, are raised. All processes
-    end with the first, process 0, which is where they find each other.
+    It raises other errors, and errors after which all processes are still there. All processes end
+    with process 0, through which they find each other.
 
     Arguments:
         train: the training, from its mesh to its end.
-        at_least: with fewer processes than this it raises instead of going on.
+        at_least: with fewer processes than this, it raises instead of continuing.
 
     Returns:
-        What `train` returned.
+        The result of `train`.
 
     Example:
         >>> processes = zerojax.initialize(elastic=True)  # doctest: +SKIP
@@ -47,11 +48,11 @@ def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
         8
     """
     if not isinstance(at_least, int) or at_least < 1:
-        raise ValueError(f"elastic(at_least={at_least!r}): give a number of processes, 1 or more.")
+        raise ValueError(f"elastic(at_least={at_least!r}): pass a number of processes, 1 or more.")
     run = _compat.run_of_processes()
     if run.num_processes > 1 and not _processes.may_lose_processes():
         raise RuntimeError(
-            "elastic: this run ends with the first process that is lost. Start it with "
+            "elastic: this run ends with the first process that it loses. Start it with "
             "zerojax.initialize(elastic=True), before anything asks for devices."
         )
     for start in itertools.count():
@@ -60,18 +61,18 @@ def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
             return _ended(failure, result)
         clients = [weakref.ref(client) for client in backend.backends().values()]
         if failure is not None:
-            # It frees all arrays and closes the connections to other processes, whose collectives
-            # then fail as well: they may wait for this process, and not for the one that is lost.
+            # This frees all arrays and closes the connections to other processes. Their collectives
+            # then fail too: they may wait for this process, not for the lost one.
             for error in _processes.chain(failure):
                 traceback.clear_frames(error.__traceback__)
             forget_devices(clients)
         left, one_failed = _meet(RAISED if failure else DONE)
-        # None is lost, or none was needed any more, or one ended with an error of its own.
+        # All are here, or all were done, or one ended with its own error.
         if len(left) == run.num_processes or not one_failed or _processes.told():
             return _ended(failure, result)
         if len(left) < at_least:
             raise RuntimeError(
-                f"elastic: {len(left)} of {run.num_processes} processes are left, and "
+                f"elastic: {len(left)} of {run.num_processes} processes are left, but "
                 f"at_least={at_least}."
             ) from failure
         del failure, result
@@ -80,7 +81,7 @@ def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
 
 
 def _attempt(train: Callable[[], Result]) -> tuple[Exception | None, list[Result]]:
-    """Runs `train`; what it returned is in a list, so that nothing else holds it."""
+    """Runs `train`; its result is in a list, so that nothing else holds it."""
     try:
         return None, [train()]
     except Exception as error:
@@ -96,8 +97,8 @@ def _ended(failure: Exception | None, result: list[Result]) -> Result:
 
 
 def forget_devices(clients: list[weakref.ref]) -> None:
-    """Ends the backend. Its clients live, with their connections and their memory, for as long as
-    anything holds one of its devices."""
+    """Ends the backend. Its clients keep their connections and memory while anything holds one of
+    its devices."""
     for cached in _compat.caches_of_a_run():
         cached.cache_clear()
     backend.clear_backends()
@@ -105,13 +106,13 @@ def forget_devices(clients: list[weakref.ref]) -> None:
         gc.collect()
     if any(client() is not None for client in clients):
         _processes.say(
-            "elastic: something outside of train() holds arrays or devices. Their memory stays "
-            "taken, and other processes may wait for ever. Make all of them inside."
+            "elastic: something outside train() holds arrays or devices. Their memory stays taken, "
+            "and other processes may wait for ever. Make all of them inside."
         )
 
 
 def _meet(how: str) -> tuple[list[int], bool]:
-    """Waits for all processes that live; returns them, and whether one of them failed."""
+    """Waits for all live processes; returns them, and whether one of them failed."""
     run, key = _compat.run_of_processes(), "zerojax/elastic/{}".format
     run.client.key_value_set(key(run.process_id), how, allow_overwrite=True)
     left = sorted(run.client.get_live_nodes(list(range(run.num_processes))))
@@ -119,7 +120,7 @@ def _meet(how: str) -> tuple[list[int], bool]:
 
 
 def _join_again(left: list[int], start: int, clients: list[weakref.ref]) -> None:
-    """Makes a run of the processes that are left, with an address of its own."""
+    """Starts a run of the remaining processes, with its own address."""
     run, key = _compat.run_of_processes(), f"zerojax/elastic/address/{start}"
     me, count = run.process_id, run.num_processes
     if me == left[0]:
@@ -131,4 +132,4 @@ def _join_again(left: list[int], start: int, clients: list[weakref.ref]) -> None
     forget_devices(clients)
     _processes.join_again(address, len(left), left.index(me))
     lost = ", ".join(str(number) for number in range(count) if number not in left)
-    _processes.log(f"zerojax: lost process {lost} of {count}, and goes on with {len(left)}")
+    _processes.log(f"zerojax: lost process {lost} of {count}, and continues with {len(left)}")

@@ -21,7 +21,7 @@ from zerojax._run import agreement as _agreement
 from zerojax._warn import warn
 
 FAILED = "zerojax/failed"  # the key under which a process that raised tells the others
-_AGAIN: dict[str, Any] = {}  # arguments with which a process joins another run as it did the first
+_AGAIN: dict[str, Any] = {}  # arguments with which a process joins a later run
 NO_LOSS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")  # errors of XLA that no lost process causes
 NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 GRACE = 5.0  # seconds after which C code ends a process whose threads do not run
@@ -38,19 +38,19 @@ def initialize(
 ) -> int:
     """Joins the processes of one run; call it first, and in each of them.
 
-    Without arguments it reads Slurm, Open MPI and Kubernetes as `jax.distributed` does, and the
-    variables `MASTER_ADDR`, `MASTER_PORT` (a free one of process 0's host), `WORLD_SIZE` and
-    `RANK`; with a `LOCAL_WORLD_SIZE` above 1, a process takes only the device `LOCAL_RANK`. A run
-    can therefore be started by hand or by `torchrun --no-python`, whose next port it takes. Where
-    none of these is set, there is one process with all its devices, and the message says so.
+    Without arguments it reads Slurm, Open MPI and Kubernetes like `jax.distributed`, and the
+    variables `MASTER_ADDR`, `MASTER_PORT` (a free one on the host of process 0), `WORLD_SIZE` and
+    `RANK`; with a `LOCAL_WORLD_SIZE` above 1, a process takes only the device `LOCAL_RANK`. So you
+    can start a run by hand or with `torchrun --no-python`, whose next port it takes. If none of
+    these is set, there is one process with all its devices, and the message says so.
 
-    An uncaught exception in one process ends that one at once, and the others within seconds.
+    An uncaught exception ends its process at once, and the others within seconds.
 
     Arguments:
         coordinator_address, num_processes, process_id, local_device_ids: as in
             `jax.distributed.initialize`.
         heartbeat_timeout_seconds: how long after one process dies the others end too.
-        elastic: they go on without it, where `zerojax.run.elastic` runs the training.
+        elastic: the others continue without it, if `zerojax.run.elastic` runs the training.
 
     Returns:
         The number of processes.
@@ -68,9 +68,9 @@ def initialize(
     _AGAIN.update(
         local_device_ids=local_device_ids, heartbeat_timeout_seconds=heartbeat_timeout_seconds
     )
-    run: dict[str, Any] = {"coordinator_address": coordinator_address, "process_id": process_id}
-    run |= {"num_processes": num_processes, "local_device_ids": local_device_ids}
-    run = {name: value for name, value in run.items() if value is not None}
+    named = {"coordinator_address": coordinator_address, "num_processes": num_processes}
+    named |= {"process_id": process_id, "local_device_ids": local_device_ids}
+    run: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if not run and "WORLD_SIZE" in os.environ:
         run = _from_environment(os.environ)
     try:
@@ -85,32 +85,32 @@ def initialize(
 
 
 def not_joined() -> str:
-    """Says that this process was started as one of several and has not joined them, if so."""
+    """Returns a message if this process was started as one of several and has not joined them."""
     for name in NUMBERS_OF_PROCESSES if jax.process_count() == 1 else ():
         count = os.environ.get(name, "")
         if count.isdecimal() and int(count) > 1 and not jax.distributed.is_initialized():
             return (
-                f"{name}={count} says that this is one of {count} processes, and it has not joined "
-                "the others: each trains by itself. Call zerojax.initialize() first of all; where "
-                f"it is meant to be alone, unset {name}."
+                f"{name}={count} says that this is one of {count} processes, but it has not joined "
+                "the others: each trains by itself. Call zerojax.initialize() first; if this is a "
+                f"single process, unset {name}."
             )
     return ""
 
 
 @functools.cache
 def warn_if_not_joined() -> None:
-    """Warns of it, once."""
+    """Warns once if this process has not joined the others."""
     if text := not_joined():
         warn(text)
 
 
 def join_again(address: str, count: int, me: int) -> None:
-    """Leaves a run, without any devices in use, for another one of fewer processes."""
+    """Leaves a run for one of fewer processes, when no device is in use any more."""
     while _SHARED_ENDS:
         _SHARED_ENDS.pop().forget()
     _agreement.new_run()
     run = _compat.run_of_processes()
-    service, run.service = run.service, None  # the others still leave by it
+    service, run.service = run.service, None  # the others still need it to leave
     jax.distributed.shutdown()
     jax.distributed.initialize(address, count, me, **_AGAIN)
     if service is not None:
@@ -119,7 +119,7 @@ def join_again(address: str, count: int, me: int) -> None:
 
 
 def _end_together() -> None:
-    """Makes an uncaught exception end this process at once, and the others soon."""
+    """Has an uncaught exception end this process at once, and the others soon."""
     if _compat.run_of_processes().num_processes > 1 and not _SHARED_ENDS:
         _SHARED_ENDS.append(_SharedEnd())
 
@@ -127,18 +127,18 @@ def _end_together() -> None:
 class _SharedEnd:
     """Tells the other processes of an uncaught exception, and listens for theirs.
 
-    Without it they would hang: at exit JAX waits for what runs on the devices and then for all
+    Without it they would hang: at exit, JAX waits for the programs on the devices and then for the
     other processes, which wait for this one in a collective.
     """
 
     def __init__(self) -> None:
         self.failed, self.over = threading.Event(), threading.Event()
-        # How often each asks the first process: no more than a hundred times a second in all.
+        # All processes together ask process 0 at most a hundred times a second.
         self.seconds = max(1.0, _compat.run_of_processes().num_processes / 100)
         self.show, sys.excepthook = sys.excepthook, self.tell
         self.listener = threading.Thread(target=self.listen, name="zerojax-listener", daemon=True)
         self.listener.start()
-        atexit.register(self.leave)  # runs before JAX's own, which was registered earlier
+        atexit.register(self.leave)  # runs before JAX's own exit, which was registered earlier
 
     def tell(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -148,7 +148,7 @@ class _SharedEnd:
         store, me = _compat.shared_store(), _compat.run_of_processes().process_id
         if store is None:
             return
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # keeps what the first told
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one failed before
             store.key_value_set(FAILED, f"process {me} raised {kind.__name__}: {error}")
         first = told()
         if first and not first.startswith(f"process {me} "):
@@ -159,7 +159,7 @@ class _SharedEnd:
         while not self.over.wait(self.seconds) and (store := _compat.shared_store()) is not None:
             if may_lose_processes():
                 _agreement.beat(next(beats))
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody told yet
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # none has failed
                 text = store.key_value_try_get(FAILED)
                 if not self.failed.is_set():
                     say(f"{text}\nProcess {_compat.run_of_processes().process_id} ends with it.")
@@ -180,26 +180,26 @@ class _SharedEnd:
         self.listener.join(2)
         if self.failed.is_set():
             if _compat.run_of_processes().process_id == 0:
-                time.sleep(2 * self.seconds)  # the others still read the store, which is here
+                time.sleep(2 * self.seconds)  # the others still read the store in this process
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
         run = _compat.run_of_processes()
         if may_lose_processes() and run.service is not None:
-            # JAX no longer waits at exit for the others, and they would find nobody to leave.
+            # JAX does not wait for the others at exit here, and they need process 0 to leave.
             run.client.get_live_nodes(list(range(run.num_processes)))
 
 
 def may_lose_processes() -> bool:
-    """Whether the run goes on when one of its processes is lost."""
+    """Whether the run continues when it loses a process."""
     return bool(jax.config.values["jax_enable_recoverability"])
 
 
 def may_be_of_a_loss(error: BaseException) -> bool:
-    """Whether an error may come of a lost process, without which the run can go on."""
+    """Whether a lost process may have caused an error, in a run that can continue without it."""
 
     def is_of_the_runtime(error: BaseException) -> bool:
-        # XLA raises a ValueError where JAX calls a compiled step directly.
+        # XLA raises a ValueError when JAX calls a compiled step directly.
         is_value = isinstance(error, ValueError) and str(error).partition(":")[0].isupper()
         is_of_xla = is_value or isinstance(error, jax.errors.JaxRuntimeError)
         return is_of_xla and not str(error).startswith(NO_LOSS)
@@ -208,20 +208,20 @@ def may_be_of_a_loss(error: BaseException) -> bool:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error, and those that it came of."""
+    """Yields an error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def told() -> str | None:
-    """Returns what a process of this run that raised has told the others."""
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody did
+    """Returns the message of a process of this run that raised, if one did."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
         return _compat.shared_store().key_value_try_get(FAILED)
     return None
 
 
-_SHARED_ENDS: list[_SharedEnd] = []  # of this process: at most one
+_SHARED_ENDS: list[_SharedEnd] = []  # at most one
 
 
 def say(text: str) -> None:
@@ -229,7 +229,7 @@ def say(text: str) -> None:
 
 
 def log(*values: object) -> None:
-    """Prints on process 0 alone, so that a run says everything once.
+    """Prints only in process 0, so that a run says everything once.
 
     Example:
         >>> zerojax.run.log("step", 10)
@@ -241,7 +241,7 @@ def log(*values: object) -> None:
 
 @contextlib.contextmanager
 def noting_sigterm(signalled: threading.Event) -> Iterator[None]:
-    """Sets an event on SIGTERM. Under jax.distributed, JAX itself tells all processes."""
+    """Sets an event on SIGTERM. With jax.distributed, JAX itself tells all processes."""
     in_main = threading.current_thread() is threading.main_thread()
     if jax.distributed.is_initialized() or not in_main:
         yield
@@ -256,7 +256,7 @@ def noting_sigterm(signalled: threading.Event) -> Iterator[None]:
 
 
 class Watchdog:
-    """Ends the process, and prints where its threads are, if `alive` is not called for `seconds`.
+    """Ends the process and prints its threads if nothing calls `alive` for `seconds`.
 
     A process that hangs makes the others wait in a collective; each is ended by its own watchdog.
     `seconds` must cover the longest step, including the first one's compilation and a save.
@@ -269,33 +269,28 @@ class Watchdog:
 
     def __init__(self, seconds: float) -> None:
         if not isinstance(seconds, int | float) or not 0 < seconds < threading.TIMEOUT_MAX - GRACE:
-            raise ValueError(f"Watchdog({seconds!r}): give a positive number of seconds.")
+            raise ValueError(f"Watchdog({seconds!r}): pass a positive number of seconds.")
         self.seconds = seconds
-        self._done = threading.Event()
-        self._last: tuple[float, object] = (time.monotonic(), None)
+        self._timer = threading.Timer(seconds, self._end)
 
     def __enter__(self) -> "Watchdog":
-        self._done.clear()
         self.alive()
-        threading.Thread(target=self._watch, name="zerojax-watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
+        self._timer.cancel()
         faulthandler.cancel_dump_traceback_later()
 
     def alive(self, step: object = None) -> None:
         """Restarts the clock; the message names `step`."""
-        self._last = (time.monotonic(), step)
+        self._timer.cancel()
+        self._timer = threading.Timer(self.seconds, self._end, (step,))
+        self._timer.daemon = True
+        self._timer.start()
+        # C code ends the process if Python's threads hang, too.
         faulthandler.dump_traceback_later(
             self.seconds + GRACE, exit=True, file=sys.__stderr__ or sys.stderr
         )
-
-    def _watch(self) -> None:
-        while not self._done.wait(max(0.01, self._last[0] + self.seconds - time.monotonic())):
-            since, step = self._last
-            if time.monotonic() - since >= self.seconds:
-                self._end(step)
 
     def _end(self, step: object) -> None:
         after = "" if step is None else f" after step {step}"
@@ -304,21 +299,21 @@ class Watchdog:
             f"{self.seconds:g} s{after}. It, or one that it waits for, hangs. Its threads:"
         )
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
-        sys.stdout.flush()  # if this hangs too, C code ends the process
+        sys.stdout.flush()
         os._exit(1)
 
 
 def _from_environment(env: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the arguments of `jax.distributed.initialize` by the variables that torchrun sets."""
+    """Returns the arguments of `jax.distributed.initialize` from the variables of torchrun."""
     shared = int(env.get("LOCAL_WORLD_SIZE", 1)) > 1
     needed = ["MASTER_ADDR", "MASTER_PORT", "RANK", *(["LOCAL_RANK"] if shared else [])]
     missing = [name for name in needed if name not in env]
     if missing:
         raise ValueError(
-            f"WORLD_SIZE={env['WORLD_SIZE']} is set and {missing[0]} is not. Set MASTER_ADDR, "
+            f"WORLD_SIZE={env['WORLD_SIZE']} is set, but {missing[0]} is not. Set MASTER_ADDR, "
             "MASTER_PORT, WORLD_SIZE and RANK in each process, or pass the arguments."
         )
-    # torchrun sets this where its own store listens on the port.
+    # torchrun sets this if its own store listens on the port.
     port = int(env["MASTER_PORT"]) + (env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     return {
         "coordinator_address": f"{env['MASTER_ADDR']}:{port}",
