@@ -277,7 +277,7 @@ def shown_as_on_one_device(row: Row, state: Any, wanted: End) -> End:
         assert row.optimizer == "frozen" or masters.keys() == params.keys()
         for name, exact in params.items():
             np.testing.assert_array_equal(stored[name], exact.astype(jnp.bfloat16), name)
-    stats = state.variables.values if row.model == "nnx" else getattr(state, "stats", None)
+    stats = state.variables["values"] if row.model == "nnx" else getattr(state, "stats", None)
     return End(params, opt_state, stats, {})
 
 

@@ -14,7 +14,7 @@ PLAN = zerojax.plan(made())
 SHAPES = PLAN.abstract()
 PROGRAM = stored("step3-8xH100-jax0.12")
 NO_MAKER = (
-    r"^loss takes arguments, and a function that makes the state takes none.*lambda: make_state"
+    r"^loss takes arguments, but a function that makes the state takes none.*lambda: make_state"
 )
 
 
@@ -91,8 +91,8 @@ SAID = [
     (forecast(tokens="x"), r"tokens='x' must be positive"),
     (forecast(rates=3), r"rates=3 must be a zerojax.tools.Rates"),
     (forecast(per_host="8"), r"hosts of '8'. Pass a multiple, or per_host="),
-    (case(zerojax.run.Watchdog, "600"), r"'600'\): give a positive number of sec"),
-    (case(zerojax.run.Watchdog, float("inf")), r"inf\): give a positive number"),
+    (case(zerojax.run.Watchdog, "600"), r"'600'\): pass a positive number of sec"),
+    (case(zerojax.run.Watchdog, float("inf")), r"inf\): pass a positive number"),
     (case(zerojax.mean, None), r"takes an array, got a NoneType. Pass one array"),
     (case(zerojax.mean, {"a": BATCH}), r"takes an array, got a dict. Pass one"),
     (case(manual.shards, {}, 3), r"takes a plan, got 3. Make one"),

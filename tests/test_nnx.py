@@ -142,11 +142,11 @@ PURE = r"\(\*step.pure\(model, optimizer, batch\)\)"
     [
         (
             lambda: zerojax.nnx.train_step(loss_fn)(*make(), BATCH),
-            r"not placed. First: zerojax.nnx.shard\(model, opt.*A new optimizer of a sharded model",
+            r"not placed. First call zerojax.nnx.shard\(model, opt.*again for a new optimizer",
         ),
-        (lambda: zerojax.nnx.shard(lambda: make()[0]), rf"got only a Net: {SHARD}"),
-        (lambda: zerojax.nnx.shard(make()[0]), rf"got only a Net: {SHARD}"),
-        (lambda: zerojax.nnx.shard((*make(), 1), stage=3), rf"got only a tuple: {SHARD}"),
+        (lambda: zerojax.nnx.shard(lambda: make()[0]), rf"not only a Net. Call {SHARD}"),
+        (lambda: zerojax.nnx.shard(make()[0]), rf"not only a Net. Call {SHARD}"),
+        (lambda: zerojax.nnx.shard((*make(), 1), stage=3), rf"not only a tuple. Call {SHARD}"),
         (
             lambda: zerojax.nnx.shard(make()[0], optax.adam(1e-3)),
             r"not a nnx.Optimizer. Make one: nnx.Optimizer\(model",

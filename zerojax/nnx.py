@@ -9,11 +9,11 @@
     for batch in data:
         metrics = step(model, optimizer, batch)  # both updated in place
 
-What `zerojax.save` and `zerojax.restore` take is a state without objects:
-`zerojax.nnx.state(model, optimizer)` takes it out, and `zerojax.nnx.update` puts one back in.
-`step.pure` returns what `zerojax.verify` and `zerojax.audit` take:
-`zerojax.verify(*step.pure(model, optimizer, batch))`. `zerojax.forecast`, `choose` and `study` take
-the step itself, with a function that returns a model and its optimizer.
+`zerojax.save` and `zerojax.restore` take a state without objects: `zerojax.nnx.state(model,
+optimizer)` returns it, and `zerojax.nnx.update` puts one back. `step.pure` returns the arguments of
+`zerojax.verify` and `zerojax.audit`: `zerojax.verify(*step.pure(model, optimizer, batch))`.
+`zerojax.forecast`, `choose` and `study` take the step itself, with a function that returns a model
+and its optimizer.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from zerojax._loss.trace import split_aux
 from zerojax._plan import move as _move, planner as _planner
 from zerojax._plan.plan_options import PlanOptions
 from zerojax._state import carried as _carried, nnx_state as _nnx_state, refusals as _refusals
-from zerojax._state.nnx_state import State as State, Variables, state as state, update as update
+from zerojax._state.nnx_state import State as State, state as state, update as update
 from zerojax._state.state import state_of
 from zerojax._step import step as _step
 from zerojax._step.step_options import LossOptions, StepOptions
@@ -54,15 +54,15 @@ def _optimizer(optimizer: object) -> object:
 class _OptimizerOption(Options):
     optimizer: nnx.Optimizer | None = option(
         None,
-        """a `nnx.Optimizer` of the model. What its `wrt` leaves out of the parameters (all but
-        LoRA's, say) is sharded too, and has neither gradients nor optimizer state.""",
+        """a `nnx.Optimizer` of the model. Parameters outside its `wrt` (all but LoRA's, say) are
+        sharded too, and have neither gradients nor optimizer state.""",
         check=_optimizer,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _ModelOptions(PlanOptions, _OptimizerOption):
-    """How a model and its optimizer are placed: the optimizer, then what any state takes."""
+    """Options of `shard`: the optimizer, then those of any state."""
 
 
 @takes(_ModelOptions)
@@ -71,9 +71,9 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
 
     Arguments:
         model: a `nnx.Module`; or, without `optimizer`, a function that returns a model and its
-            optimizer, compiled so that they are made sharded and no device ever has all of them.
-            Axes that weights are annotated with, or sharded over already (a `tensor` axis), are
-            kept where the mesh has them.
+            optimizer. It is compiled, so that the result is sharded from the start and no device
+            ever has all of it. Axes in annotations of weights, or over which they are sharded
+            already (a `tensor` axis), stay if the mesh has them.
         {options}
 
     Returns:
@@ -92,7 +92,7 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
     if optimizer is None:
         source: PyTree = functools.partial(_made_state, model)
         make = functools.partial(_called, model)
-        # Without tracers in what modules and the optimizer close over.
+        # `state_of` leaves no tracers in closures of modules and the optimizer.
         pair: tuple[nnx.Module, nnx.Optimizer] = nnx.eval_shape(
             lambda: nnx.merge(*state_of(lambda: nnx.split(make())))
         )
@@ -102,7 +102,7 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
     planned = {f.name: getattr(options, f.name) for f in dataclasses.fields(PlanOptions)}
     placed = _planner.shard_train_state(source, **planned)
     if options.precision is not None and options.precision.stores:
-        # The optimizer gets variables for a state of another structure.
+        # The optimizer needs variables for a state of another structure.
         tx = placed.tx.original
         like = nnx.eval_shape(lambda m: nnx.Optimizer(m, tx, wrt=optimizer.wrt), model)
         optimizer.opt_state = like.opt_state
@@ -116,10 +116,10 @@ def _made_state(make: PyTree) -> State:
 
 
 def _called(make: PyTree) -> tuple[nnx.Module, nnx.Optimizer]:
-    """Returns the model and the optimizer that a function makes, or that were passed as they are.
+    """Returns the model and the optimizer that a function makes, or a pair itself.
 
-    The plan shards variables. Flax would do so at once, over axes that the mesh may lack, and be in
-    the way of `jax.jit`.
+    The plan shards variables. Flax would do so at once, over axes that the mesh may lack, and in
+    conflict with `jax.jit`.
     """
     pair = make
     if callable(make) and not isinstance(make, nnx.Module):
@@ -128,7 +128,7 @@ def _called(make: PyTree) -> tuple[nnx.Module, nnx.Optimizer]:
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], nnx.Optimizer)):
         raise TypeError(
             "zerojax.nnx.shard takes a model and its optimizer, or a function that returns both, "
-            f"and got only a {type(pair).__name__}: zerojax.nnx.shard(model, optimizer), with "
+            f"not only a {type(pair).__name__}. Call zerojax.nnx.shard(model, optimizer), with "
             "optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
         )
     return pair
@@ -137,9 +137,9 @@ def _called(make: PyTree) -> tuple[nnx.Module, nnx.Optimizer]:
 class ModelStep:
     """A step that takes a model and its optimizer.
 
-    `pure(model, optimizer, batch)` returns what `zerojax.verify` and `zerojax.audit` take: a step
-    of states without objects, and its arguments. `zerojax.forecast`, `choose` and `study` take the
-    step as it is, with a function that makes the model and its optimizer.
+    `pure(model, optimizer, batch)` returns the arguments of `zerojax.verify` and `zerojax.audit`: a
+    step of states without objects, and its arguments. `zerojax.forecast`, `choose` and `study` take
+    this step, with a function that makes the model and its optimizer.
     """
 
     def __init__(self, functional: Callable[..., PyTree]) -> None:
@@ -153,11 +153,11 @@ class ModelStep:
         plan = _carried.carried_plan(placed)
         if plan is None:
             raise ValueError(
-                "the model or its optimizer is not placed. First: zerojax.nnx.shard(model, "
-                "optimizer, stage=3), with groups= and the like. A new optimizer of a sharded "
-                "model is placed with it in the same way."
+                "the model or its optimizer is not placed. First call zerojax.nnx.shard(model, "
+                "optimizer, stage=3), with groups= and the like; do so again for a new optimizer "
+                "of a sharded model."
             )
-        # Streams rest where a step returns their counts, or its second call would compile again.
+        # A step returns replicated counts; from counts elsewhere, it would compile a second time.
         everywhere = NamedSharding(plan.mesh, PartitionSpec())
         for variable in _nnx_state.stream_variables(rng, nnx.RngState):
             value = variable.get_value()
@@ -167,7 +167,7 @@ class ModelStep:
         return self.functional, placed, batch, *([] if keys is None else [keys])
 
     def _unmade(self, make: PyTree, rng: PyTree = None) -> tuple:
-        """Returns what forecasts take: a step of states, a function that makes one, and keys."""
+        """Returns the arguments of forecasts: a step, a function that makes a state, and keys."""
         source = functools.partial(_made_state, make)
         return self.functional, source, _keys(jax.eval_shape(source), rng)
 
@@ -185,7 +185,7 @@ class ModelStep:
 
 
 def _keys(placed: State, rng: PyTree) -> dict[str, PyTree] | None:
-    """Returns the keys that a step is given: the loss's own, and one that streams are folded by."""
+    """Returns the keys for a step: the loss's own, and one that folds the model's streams."""
     keys = {} if rng is None else {"loss": _nnx_state.without_objects(rng)}
     if any(map(is_key, jax.tree.leaves(placed.variables))):
         keys["streams"] = _device_key()
@@ -196,18 +196,18 @@ def _keys(placed: State, rng: PyTree) -> dict[str, PyTree] | None:
 def train_step(loss_fn: Callable[..., PyTree], options: StepOptions) -> ModelStep:
     """Makes a step `(model, optimizer, batch[, rng]) -> metrics` that updates both in place.
 
-    Parameters, optimizer state, batch statistics and the counts of random streams are updated as in
-    a loop with `nnx.value_and_grad` and `optimizer.update`. Streams (`nnx.Rngs`) draw differently
-    on each device and for each microbatch; `rng` is a key, or streams of yours, which advance in
-    place as under `nnx.jit`. Batch statistics are means over the devices; give
-    `nnx.BatchNorm` `axis_name="data"` for those of the whole batch. Variables of integers,
-    booleans and other keys become what the first device makes of them, as in `mutable=`.
+    It updates parameters, optimizer state, batch statistics and the counts of random streams like a
+    loop with `nnx.value_and_grad` and `optimizer.update`. Streams (`nnx.Rngs`) draw differently on
+    each device and for each microbatch; `rng` is a key, or streams of yours, which advance in place
+    as under `nnx.jit`. Batch statistics are means over the devices; give `nnx.BatchNorm`
+    `axis_name="data"` for those of the whole batch. Variables of integers, booleans and other keys
+    get their values from the first device, as with `mutable=`.
 
     Arguments:
         loss_fn: `loss_fn(model, batch[, rng])` returns a scalar, or `(scalar, aux)`.
         {options}
 
-    A `nnx.Embed` without `dtype` computes in that of its table, cast by `precision` or not.
+    A `nnx.Embed` without `dtype` computes in the dtype of its table, which `precision` may cast.
 
     Example:
         >>> import zerojax.nnx
@@ -257,11 +257,11 @@ def _call(
     batch: PyTree,
     keys: dict[str, jax.Array] | None = None,
     *,
-    variables: Variables,
+    variables: dict[str, PyTree],
 ) -> tuple[PyTree, dict[str, PyTree]]:
-    """Returns the loss of a model made of `params` and `variables`, and these as it left them."""
+    """Returns the loss of a model made of `params` and `variables`, and the new variables."""
     keys = keys or {}
-    model = nnx.merge(variables.graphdef, params, variables.values)
+    model = nnx.merge(variables["graphdef"], params, variables["values"])
     _embed_as_stored(model)
     if "streams" in keys:
         _nnx_state.set_apart(model, keys["streams"])
@@ -273,32 +273,32 @@ def _call(
     if before:
         outputs["drawn"] = _nnx_state.drawn(rng, before)
     if updates:
-        outputs["variables"] = Variables(_left(model, params, variables), variables.graphdef)
+        outputs["variables"] = variables | {"values": _left(model, params, variables["values"])}
     return loss, outputs
 
 
 def _embed_as_stored(model: nnx.Module) -> None:
-    """Has each `nnx.Embed` that was given no dtype return rows in its table's.
+    """Has each `nnx.Embed` without a dtype return rows in the dtype of its table.
 
-    Where it is made, it takes the dtype that the table has then: rows of one that is cast later
-    would be widened again, and with them all that is computed from them.
+    Its constructor takes the dtype that the table has then. If the table is cast later, it would
+    widen the rows again, and with them everything computed from them.
     """
     for _, module in nnx.iter_modules(model):
         if not isinstance(module, nnx.Embed):
             continue
-        # An array's dtype is a np.dtype; users write jnp.float32, and that stays.
+        # The constructor takes a np.dtype from the array. Users write jnp.float32, which stays.
         if isinstance(module.dtype, np.dtype) and module.dtype == jnp.dtype(module.param_dtype):
             module.dtype = module.embedding.dtype
 
 
-def _left(model: nnx.Module, params: PyTree, before: Variables) -> PyTree:
+def _left(model: nnx.Module, params: PyTree, before: PyTree) -> PyTree:
     """Returns the variables of a model after its loss; None, which keeps it, for a stream's key."""
     own = {path for path, _ in nnx.to_flat_state(params)}
     new = {path: v for path, v in nnx.to_flat_state(nnx.state(model)) if path not in own}
-    for path in new.keys() ^ {path for path, _ in nnx.to_flat_state(before.values)}:
+    for path in new.keys() ^ {path for path, _ in nnx.to_flat_state(before)}:
         what = "added" if path in new else "removed"
         raise ValueError(
-            f"the loss {what} the variable {'/'.join(map(str, path))} of the model, and a step "
+            f"the loss {what} the variable {'/'.join(map(str, path))} of the model, but a step "
             "keeps the model's structure. Make it with the model, or return it as aux."
         )
     return nnx.from_flat_state(
@@ -309,5 +309,5 @@ def _left(model: nnx.Module, params: PyTree, before: Variables) -> PyTree:
 
 @_compat.device_cache
 def _device_key() -> jax.Array:
-    """Returns a key that steps fold with the index of the device, and of the microbatch."""
+    """Returns a key that steps fold with the indices of the device and the microbatch."""
     return jax.random.key(0)

@@ -57,7 +57,7 @@ def loop(**options):
 
 
 EVERY = r"every and keep must be positive integers \(keep=None keeps all\)"
-NO_PATTERN = "is no path pattern. Pass one regular expression"
+NO_PATTERN = "is not a path pattern. Pass one regular expression"
 REFUSED = [
     (save(STATE, "c", step=2), r"/c exists, and nothing is overwritten. Save to a new path"),
     (export(STATE, "w"), r"/w exists, and nothing is overwritten. Export to a new path"),
@@ -83,7 +83,7 @@ REFUSED = [
     (restore("c", make_state), r"has no placement. Pass zerojax.plan\(make_state"),
     (restore("c", cast="x"), "cast='x' must be True or False"),
     (restore("c", ignore=3), f"ignore=3 {NO_PATTERN}"),
-    (restore("c", keep="("), r"keep= has .*'\(', which is no regular.*Escape"),
+    (restore("c", keep="("), r"keep= has .*'\(', which is not a regular.*Escape"),
     (restore("c", SHAPES, keep="w"), "has only its shape. Pass a placed state"),
     (export(None), "you passed a NoneType without parameters.*Pass a state"),
     (export({"k": jax.random.key(0)}), "k is key<fry>.*Cast it or leave it out"),

@@ -54,7 +54,7 @@ def test_pairs_with_a_state_of_optax_are_states(tx):
 @pytest.mark.parametrize("second", [{"m": W}, (W, B), [W], None, Layer(W, B)])
 def test_pairs_that_could_be_either_are_refused_where_no_state_is_expected(tmp_path, second):
     pair = ({"w": W}, second)
-    remedy = r"may be \(params, opt_state\), or parameters.*state\[0\], or.*list\(params\)"
+    remedy = r"may be \(params, opt_state\), or a tuple of p.*state\[0\], or.*list\(params\)"
     export = lambda params: zerojax.checkpoint.export_safetensors(tmp_path / "w", params)
     for refused in (zerojax.full_params, export):
         with pytest.raises(ValueError, match=remedy):

@@ -222,7 +222,6 @@ def _one_replica(leaf: PyTree) -> PyTree:
 def check_leaves(state: PyTree) -> None:
     """Raises for leaves that a restore could not give back, before any file exists."""
     _refusals.check_stored(state)
-    _refusals.check_unpadded(state)
     leaves = _state.named_leaves(state)
     _state.named_leaves(state, separator=".")  # as Orbax names its files
     _refusals.check_alive(state)

@@ -32,8 +32,9 @@ NARROW = jnp.dtype(jnp.bfloat16)  # the dtype of narrow moments
 _SIGN, _INFINITE, _FINITE = 0x80000000, 0x7F800000, 0x7F7FFFFF  # the bits of float32
 
 
+@_refusals.knowing_dtypes
 @dataclasses.dataclass(frozen=True)
-class Precision(_refusals.KnownDtypes):
+class Precision:
     """Dtypes of a training step; None leaves things as they are.
 
     Arguments:

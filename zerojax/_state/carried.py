@@ -1,25 +1,24 @@
 """The plan of a placed state, which its optimizer carries from call to call.
 
 [Note: the plan in the optimizer]
-`train_step(loss_fn)` is given no plan, yet must know the one that its state was placed by.
-Placement cannot tell: between steps, stages 1 and 2 look the same, and inside `jax.jit` an array
-has no placement. A table kept elsewhere would miss states that were copied or replaced, and a new
-field would change the user's class and the tree in checkpoints.
+`train_step(loss_fn)` gets no plan, but needs the one that placed its state. Placement cannot tell:
+between steps, stages 1 and 2 look the same, and inside `jax.jit` an array has no placement. A table
+elsewhere would miss states that were copied or replaced, and a new field would change the user's
+class and the tree in checkpoints.
 
-The optimizer is there already. It is a static field of a `TrainState`, so it survives `jax.jit`,
-`state.replace` and `jax.tree.map`, and `jax.jit` compares it when it looks for a compiled program.
-`Plan.place` therefore replaces `state.tx` with a `PlannedTransformation`: the user's own `init` and
-`update`, together with the plan. The plan takes part in its equality, so a state placed by
-another plan compiles another program. A state without an optimizer field (a tuple, a dict) cannot
-carry a plan; its user passes `plan=` to the step.
+The optimizer is a static field of a `TrainState`. So it survives `jax.jit`, `state.replace` and
+`jax.tree.map`, and `jax.jit` compares it when it looks for a compiled program. `Plan.place`
+therefore replaces `state.tx` by a `PlannedTransformation`: the user's own `init` and `update`,
+together with the plan. The plan takes part in its equality, so a state of another plan compiles
+another program. A state without an optimizer field (a tuple, a dict) cannot carry a plan; its user
+passes `plan=` to the step.
 
 [Note: the user's own functions and padding]
-Arrays that the devices do not divide rest padded, and a user may call the optimizer or `apply_fn`
-with them: `state.apply_gradients(grads=grads)` in a loop of one's own, `state.apply_fn({"params":
-state.params}, x)` to sample. Both functions are static fields, so both can know the plan. Where it
-pads, they drop the padding of what they are given, call the user's function with the shapes that
-it would see on one device, and pad what the optimizer returns. A step calls them with shapes that
-are logical already, and they do nothing more than the user's own.
+Users call the optimizer and `apply_fn` with padded arrays: `state.apply_gradients(grads=grads)` in
+their own loop, `state.apply_fn({"params": state.params}, x)` to sample. Both functions are static
+fields, so both can know the plan. If it pads, they drop the padding of their arguments, call the
+user's function with the shapes of one device, and pad the optimizer's results. A step calls them
+with logical shapes, and they only call the user's function.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ from zerojax._types import PyTree
 
 
 class PlannedTransformation(optax.GradientTransformationExtraArgs):
-    """A user's optimizer with the plan its state was placed by; see the notes above."""
+    """A user's optimizer with the plan of its state; see the notes above."""
 
     plan: Any  # a `Plan`, which a package above this one defines
     original: optax.GradientTransformation
@@ -58,7 +57,7 @@ class PlannedTransformation(optax.GradientTransformationExtraArgs):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PlannedTransformation) and self._compared == other._compared
 
-    def __ne__(self, other: object) -> bool:  # or tuple's own would be used
+    def __ne__(self, other: object) -> bool:  # instead of tuple's own
         return not self == other
 
     def __hash__(self) -> int:
@@ -69,13 +68,13 @@ class PlannedTransformation(optax.GradientTransformationExtraArgs):
         return self.original.init, self.original.update, self.plan
 
 
-# JAX would rebuild a named tuple from its fields alone, without the plan: nnx maps over optimizers
-# to print them.
+# JAX would rebuild a named tuple from its fields, without the plan: nnx maps over optimizers to
+# print them.
 jax.tree_util.register_static(PlannedTransformation)
 
 
 def _init(tx: optax.GradientTransformation, plan: Any, params: PyTree) -> PyTree:
-    """Returns what `tx.init` makes of logical parameters, padded if `params` are."""
+    """Returns `tx.init` of the logical parameters, padded if `params` are."""
     logical = plan.logical_part(params, PARAMS)
     opt_state = tx.init(logical)
     return opt_state if logical is params else plan.padded_part(opt_state, OPT_STATE)
@@ -89,13 +88,13 @@ def _update(
     params: PyTree = None,
     **extra: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """Runs `tx.update` on logical shapes, on the devices; what it returns is padded, and in host
-    memory, where its arguments are."""
+    """Runs `tx.update` on logical shapes, on the devices. Its results are padded, and in host
+    memory, like its arguments."""
     if any(map(_compat.is_on_host, jax.tree.leaves(params))):
         raise ValueError(
             "the parameters are in host memory, where optax cannot add updates to them. "
-            "zerojax.train_step brings them to the devices layer by layer. In a loop of your own "
-            "bring all of them there: state.replace(params=jax.device_put(state.params, "
+            "zerojax.train_step brings them to the devices layer by layer. In your own loop, bring "
+            "all of them there: state.replace(params=jax.device_put(state.params, "
             "jax.memory.Space.Device)); plan.constrain puts them back."
         )
     resting, state = state, jax.tree.map(_compat.fetched, state)
@@ -126,7 +125,7 @@ class PlannedApply:
         return self.original(*map(self._logical, args), **named)
 
     def _logical(self, variables: PyTree) -> PyTree:
-        """Drops the padding of parameters, be they all of `variables` or one collection."""
+        """Drops the padding of parameters: all of `variables`, or one collection in them."""
         variables = self.plan.logical_part(variables, PARAMS)
         if not isinstance(variables, Mapping) or PARAMS not in variables:
             return variables
@@ -135,13 +134,13 @@ class PlannedApply:
 
 
 def carry_plan(state: PyTree, plan: Any) -> PyTree:
-    """Returns `state` with `plan` in its optimizer, or as it is where it has no optimizer field."""
+    """Returns `state` with `plan` in its optimizer; a state without an optimizer stays as it is."""
     state = without_plan(state)
     tx = get_tx(state)
     if tx is None or not hasattr(state, "replace"):
         return state
     functions: dict[str, object] = {"tx": PlannedTransformation(tx, plan)}
-    # A function that `jax.jit` compares, as it does the optimizer.
+    # A function that `jax.jit` compares, like the optimizer.
     apply_fn = getattr(type(state), "__dataclass_fields__", {}).get("apply_fn")
     is_static = apply_fn is not None and not apply_fn.metadata.get("pytree_node", True)
     if plan.pads_params and is_static and callable(state.apply_fn):
@@ -150,7 +149,7 @@ def carry_plan(state: PyTree, plan: Any) -> PyTree:
 
 
 def without_plan(state: PyTree) -> PyTree:
-    """Returns `state` with the optimizer and the `apply_fn` that the user made."""
+    """Returns `state` with the user's own optimizer and `apply_fn`."""
     originals = {
         name: value.original
         for name in ("tx", "apply_fn")
@@ -166,8 +165,8 @@ def carried_plan(state: PyTree) -> Any:
 
 
 def hides_padding(state: PyTree) -> bool:
-    """Whether a placed state has a way to its model that shows parameters without padding."""
+    """Whether a placed state can show its model the parameters without padding."""
     apply_fn = getattr(state, "apply_fn", None)
-    # Flax's models say that a shape differs; a function that the user calls directly may not.
+    # Flax's models raise for another shape; a function that the user calls directly may not.
     model = getattr(getattr(apply_fn, "original", None), "__self__", None)
     return is_flax_module(model) or getattr(type(state), "makes_models", False)

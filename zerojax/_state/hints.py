@@ -1,12 +1,12 @@
-"""What the parameters of a state say of themselves: annotated mesh axes, and stacks of layers.
+"""Hints that the parameters of a state give: annotated mesh axes, and stacks of layers.
 
 linen boxes a weight with its axes (`nn.with_partitioning`, `nn.with_logical_partitioning`); nnx
-has them in a variable's metadata. Names may be logical, and rules say what they stand for: the
-model's own, or those in force (`nn.logical_axis_rules`).
+has them in a variable's metadata. Names may be logical. The model's own rules translate them, or
+those in force (`nn.logical_axis_rules`).
 """
 
+import collections
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -27,8 +27,7 @@ def own_axes(
 ) -> list[tuple[PartitionSpec, tuple[str, ...]]]:
     """Returns the axes of each leaf of a state beside ZeRO's `axes`, and those that the mesh lacks.
 
-    They are those that it is annotated with, or, where the mesh has none of these, those that it
-    is placed over already.
+    The axes are those of its annotation or, if the mesh has none of these, of its placement.
     """
     free, own = {*mesh_axes} - {*axes}, []
     specs: dict[str, PartitionSpec] = getattr(state, "annotations", {})
@@ -53,7 +52,7 @@ def _is_box(node: object) -> bool:
 
 
 def _spec_of(box: PyTree) -> PartitionSpec | None:
-    """Returns the axes that linen's box names, as the rules have them."""
+    """Returns the axes that linen's box names, translated by the rules."""
     names: PyTree = getattr(box, "get_partition_spec", lambda: None)()
     rules = getattr(box, "rules", None) or spmd.get_logical_axis_rules()
     if names is None or not hasattr(box, "rules") or not rules:
@@ -64,7 +63,7 @@ def _spec_of(box: PyTree) -> PartitionSpec | None:
 
 
 def axes_of_rules() -> set[str]:
-    """Returns the mesh axes that the rules in force name."""
+    """Returns the mesh axes in the rules in force."""
     return names_in(axes for _, axes in spmd.get_logical_axis_rules())
 
 
@@ -74,16 +73,16 @@ def axes_of_rules() -> set[str]:
 def layer_dims(params: PyTree, pattern: str | None) -> dict[tuple, int]:
     """Returns, by path, how many leading dimensions count layers.
 
-    It is 1 for what a `scan` over layers runs over, 2 for loops within loops. The loss is not
-    known yet, so only shapes can tell: a stack is a subtree of at least two leaves that share their
-    leading size, one of them at least a stacked matrix. Where `pattern` is given, it decides. A
-    wrong guess only moves the shard to the next dimension.
+    It is 1 for the stack of a `scan` over layers, 2 for loops within loops. The loss is not known
+    yet, so only shapes can tell: a stack is a subtree of at least two leaves with the same leading
+    size, one of them at least a stacked matrix. If there is a `pattern`, it decides. A wrong guess
+    only moves the shard to the next dimension.
     """
     leaves = leaves_with_paths(params)
     if pattern is not None:
-        finds(pattern, "", "stacked=")  # raises where it is no pattern
+        finds(pattern, "", "stacked=")  # raises for a wrong pattern
         names = {leaf.path: leaf.name for leaf in leaves}
-        pattern = pattern.removeprefix(f"{PARAMS}/")  # as messages write paths
+        pattern = pattern.removeprefix(f"{PARAMS}/")  # with which messages write paths
         return dict.fromkeys(matching(pattern, names, "stacked="), 1)
     dims = dict.fromkeys(_boxed_layers(params), 1)
 
@@ -94,10 +93,10 @@ def layer_dims(params: PyTree, pattern: str | None) -> dict[tuple, int]:
             dims.update(dict.fromkeys((leaf.path for leaf in group), 1 + both))
             return
         # By name: Haiku has all modules of a stack at one level, 'stack/norm' and 'stack/linear'.
-        children: dict[str, list[Leaf]] = {}
+        children: dict[str, list[Leaf]] = collections.defaultdict(list)
         for leaf in group:
             for part in leaf.name.split("/")[depth : depth + 1]:
-                children.setdefault(part, []).append(leaf)
+                children[part].append(leaf)
         for child in children.values():
             walk(depth + 1, child)
 
@@ -106,9 +105,9 @@ def layer_dims(params: PyTree, pattern: str | None) -> dict[tuple, int]:
 
 
 def in_a_python_loop(shapes: Mapping[str, Shape]) -> int:
-    """Returns how many layers have matrices of their own, by the paths of these: as many as differ
-    in one number only."""
-    counts: Counter[tuple] = Counter()
+    """Returns how many layers have their own matrices: as many as have paths that differ only in
+    one number."""
+    counts: collections.Counter[tuple] = collections.Counter()
     for path, shape in shapes.items():
         for number in NUMBER.finditer(path) if len(shape) >= 2 else ():
             counts[path[: number.start()], path[number.end() :], shape] += 1
@@ -130,7 +129,7 @@ def is_stack(leaf: Leaf, stacks: Mapping[tuple, int]) -> bool:
 
 
 def _boxed_layers(params: PyTree) -> set[tuple]:
-    """Returns the leaves that flax's `nn.scan` has boxed with a name for layers at dimension 0."""
+    """Returns the leaves that flax's `nn.scan` has boxed with a layer's name for dimension 0."""
     boxed = set()
     for path, node in jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_box)[0]:
         names = getattr(node, "names", None) if _is_box(node) else None

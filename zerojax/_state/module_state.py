@@ -1,4 +1,4 @@
-"""A training state for models that are pytrees of more than parameters, as Equinox's are."""
+"""A training state for models that are pytrees of more than parameters, such as Equinox's."""
 
 import dataclasses
 import functools
@@ -21,9 +21,9 @@ class ModuleState:
     """A training state of a model that is a pytree itself, such as an `equinox.Module`.
 
     `ModuleState.create(model, tx)` makes one. The loss takes the model, `loss_fn(model, batch)`;
-    `state.model` is the model as trained. Its arrays of floats are the parameters, and the
-    optimizer sees those alone, as in `tx.init(equinox.filter(model, equinox.is_inexact_array))`.
-    Other arrays, and what is not an array (an activation function, say), stay as they are.
+    `state.model` is the trained model. Its arrays of floats are the parameters, and the optimizer
+    sees only them, as in `tx.init(equinox.filter(model, equinox.is_inexact_array))`. Other arrays
+    and other objects (an activation function, say) stay unchanged.
 
     Example:
         >>> model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((64, 16)))
@@ -42,13 +42,13 @@ class ModuleState:
     opt_state: PyTree
     arrays: PyTree
     tx: optax.GradientTransformation = struct.field(pytree_node=False)
-    static: tuple = struct.field(pytree_node=False)  # what is no array: its treedef and leaves
+    static: tuple = struct.field(pytree_node=False)  # treedef and leaves that are not arrays
 
     @classmethod
     def create(
         cls, model: PyTree, tx: optax.GradientTransformation, **fields: PyTree
     ) -> "ModuleState":
-        """Makes the state of an untrained model; `fields` are those that a subclass adds."""
+        """Makes the state of an untrained model; `fields` are those of a subclass."""
         params, arrays, rest = (
             jax.tree.map(lambda leaf, k=kind: leaf if _kind(leaf) == k else None, model)
             for kind in ("params", "arrays", "static")
@@ -66,15 +66,15 @@ class ModuleState:
 
     @property
     def model(self) -> PyTree:
-        """The model, with the parameters that the state has now."""
+        """The model with the current parameters."""
         return self.model_of(self.params)
 
     @property
     def model_of(self) -> Callable[[PyTree], PyTree]:
-        """A function from parameters to the model that has them, which a step gives to its loss.
+        """A function from parameters to the model with them, which a step passes to its loss.
 
-        It is a `Partial`, in which a trace finds the model's other arrays. Parameters that rest
-        padded get their logical shapes.
+        It is a `Partial`, in which a trace finds the model's other arrays. Padded parameters get
+        their logical shapes.
         """
         treedef, leaves = self.static
         bound = (_carried.carried_plan(self), treedef.unflatten(leaves))
@@ -97,10 +97,7 @@ def _joined(plan: Any, static: PyTree, arrays: PyTree, params: PyTree) -> PyTree
 
 
 def _kind(leaf: PyTree) -> str:
-    """Returns the field that a leaf of the model goes to.
-
-    Floats in numpy arrays are constants, as in Equinox.
-    """
+    """Returns the field for a leaf of the model. As in Equinox, numpy arrays are constants."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return "static"
     trains = jnp.issubdtype(leaf.dtype, jnp.inexact) and not isinstance(leaf, np.ndarray)

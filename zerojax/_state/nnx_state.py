@@ -1,16 +1,15 @@
 """A Flax nnx model and its optimizer as one state without objects, and back.
 
-Below: the variables of a model that rest padded, and the random streams that a model holds or a
-step is given.
+Below: padded variables of a model, and the random streams of a model or of a step's arguments.
 
 [Note: padded variables]
-nnx has two ways to see a variable. Its raw value is what splits, merges, transforms and optimizers
-move; `variable[...]`, arithmetic and a layer's call ask `get_value`. So the array rests padded as
-the raw value, and a subclass drops the padding in `get_value`: a model computes with the shapes it
-was written for, while `nnx.jit` gets arrays that the devices divide. What attributes say of the
-values (`kernel.T`) is said of the logical ones; where the array is (`kernel.sharding`), of the raw
-one. nnx deprecates its hooks for such uses, and asks for subclasses. Variables stay the same
-objects: [Note: the class of a variable], in `patches.py`.
+nnx has two views of a variable. Splits, merges, transforms and optimizers move its raw value;
+`variable[...]`, arithmetic and a layer's call ask `get_value`. So the raw value is the padded
+array, and a subclass drops the padding in `get_value`: a model computes with the shapes it was
+written for, while `nnx.jit` gets arrays that the devices divide. Attributes of the values
+(`kernel.T`) are those of the logical array, attributes of its place (`kernel.sharding`) those of
+the raw one. nnx deprecates its hooks for such uses, and asks for subclasses. Variables stay the
+same objects: [Note: the class of a variable], in `patches.py`.
 """
 
 import copy
@@ -36,36 +35,29 @@ from zerojax._state.state import OTHER, PARAMS
 from zerojax._types import PyTree, Shape, TreeDef
 
 
-@struct.dataclass
-class Variables:
-    """A model's variables other than parameters, and the graph that makes a model of both."""
-
-    values: PyTree
-    graphdef: nnx.GraphDef = struct.field(pytree_node=False)
-
-
 class State(TrainState):
     """A model and its optimizer without objects.
 
-    `variables` has the batch statistics and the random streams.
+    `variables` has the `values` of the batch statistics and of the random streams, and the
+    `graphdef` that makes a model of them and the parameters.
     """
 
     makes_models = True  # `update` has variables show logical shapes: see `carried.hides_padding`
 
-    variables: Variables
+    variables: dict[str, PyTree]
 
     def with_streams(self, key_of: Callable[[jax.Array], jax.Array]) -> "State":
-        """Returns a state that has other keys in the streams of the model."""
+        """Returns a state with other keys in the random streams of the model."""
         streams = {path for path, _ in self._flat(nnx.RngKey)}
-        values = nnx.to_flat_state(self.variables.values)
+        values = nnx.to_flat_state(self.variables["values"])
         new = nnx.from_flat_state((p, key_of(v) if p in streams else v) for p, v in values)
-        return self.replace(variables=Variables(new, self.variables.graphdef))
+        return self.replace(variables=self.variables | {"values": new})
 
     @property
     def annotations(self) -> dict[str, PartitionSpec]:
-        """The mesh axes that variables are annotated with, by the paths of their leaves.
+        """The mesh axes in the annotations of variables, by the paths of their leaves.
 
-        A model may have written names, which mean what the rules say, a `PartitionSpec`, a
+        An annotation may be names, which the rules translate, a `PartitionSpec`, a
         `NamedSharding`, or a `Format` of one.
         """
         params: PyTree = self.params
@@ -81,12 +73,12 @@ class State(TrainState):
 
     def _flat(self, kind: type[nnx.Variable] = nnx.Variable) -> PyTree:
         """Returns the model's variables of a kind, with their paths."""
-        model = nnx.merge(self.variables.graphdef, self.params, self.variables.values)
+        model = nnx.merge(self.variables["graphdef"], self.params, self.variables["values"])
         return nnx.to_flat_state(nnx.state(model, kind))
 
 
 def state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
-    """Returns the arrays of a model and its optimizer as one state, as `zerojax.save` takes it."""
+    """Returns the arrays of a model and its optimizer as one state, for `zerojax.save`."""
     graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.Param, ...)
     trained, frozen, others = map(nnx.as_pure, parts)
     params, tx = trained, optimizer.tx
@@ -98,28 +90,28 @@ def state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
         tx = tx if plan is None else _carried.PlannedTransformation(tx, plan)
     fields: dict[str, PyTree] = {"apply_fn": None, "params": params, "tx": tx}
     fields |= {"opt_state": nnx.as_pure(optimizer.opt_state), "step": optimizer.step.get_value()}
-    return State(variables=Variables(others, graphdef), **fields)
+    return State(variables={"values": others, "graphdef": graphdef}, **fields)
 
 
 def update(model: nnx.Module, optimizer: nnx.Optimizer, state: State) -> None:
     """Puts a state's arrays into a model and its optimizer."""
-    nnx.update(model, state.params, state.variables.values)
+    nnx.update(model, state.params, state.variables["values"])
     plan = _carried.carried_plan(state)
     if plan is not None and plan.pads_params:
         _show_logical(model, plan)
     optimizer.step.set_value(state.step)
     variables = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    # Where an optimizer is for some parameters only, the others' variables have no array.
+    # If an optimizer updates only some parameters, the variables of the others have no array.
     held = [variable for variable in variables if jax.tree.leaves(variable.get_raw_value())]
     for variable, value in zip(held, jax.tree.leaves(state.opt_state), strict=True):
         variable.set_value(value)
 
 
-@functools.lru_cache(maxsize=64)  # the same functions each time, or steps would compile again
+@functools.lru_cache(maxsize=64)  # new functions would have steps compile again
 def updating_only(
     trained: frozenset[tuple], tx: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Returns `tx` for the parameters at the paths in `trained`; the others stay as they are."""
+    """Returns `tx` for the parameters at the paths in `trained`; the others stay unchanged."""
 
     def chosen(tree: PyTree) -> PyTree:
         return nnx.from_flat_state((p, v) for p, v in nnx.to_flat_state(tree) if p in trained)
@@ -133,10 +125,10 @@ def updating_only(
     return optax.GradientTransformation(lambda params: tx.init(chosen(params)), update)
 
 
-# -- variables that rest padded
+# -- padded variables
 
 RESTS = "rests"  # in a variable's metadata, which splits and merges keep
-# What an array says of its place and its type, which padding does not change.
+# Attributes of an array's place and type, which padding does not change.
 OF_THE_ARRAY = {"sharding", "addressable_shards", "global_shards", "addressable_data", "devices"}
 OF_THE_ARRAY |= {"device", "is_fully_addressable", "is_fully_replicated", "committed", "format"}
 OF_THE_ARRAY |= {"dtype", "weak_type", "ndim", "is_deleted", "delete", "block_until_ready"}
@@ -144,14 +136,14 @@ OF_THE_ARRAY |= {"dtype", "weak_type", "ndim", "is_deleted", "delete", "block_un
 
 @dataclasses.dataclass(frozen=True)
 class Rests:
-    """How a variable rests: the shape that it shows, and its padded one at its place."""
+    """The shape that a variable shows, and the shape and sharding of its padded array."""
 
     shape: Shape
     padded_shape: Shape
     sharding: NamedSharding = dataclasses.field(repr=False)
 
     def shown(self, shape: Shape) -> Shape | None:
-        """Returns what a raw value of this shape shows; None where that is not padded.
+        """Returns the shape that a raw value of this shape shows; None if that is not padded.
 
         Transforms over a stack of layers show one layer: a value without some other dimensions.
         """
@@ -168,7 +160,7 @@ class Rests:
 def _logical(value: jax.Array, rests: Rests) -> jax.Array:
     shape = rests.shown(value.shape)
     assert shape is not None
-    if value.shape != rests.padded_shape:  # one layer: where it is, XLA knows
+    if value.shape != rests.padded_shape:  # one layer: only XLA knows where it is
         return jax.lax.slice(value, (0,) * value.ndim, shape)
     value = jax.lax.with_sharding_constraint(value, rests.sharding)
     return _compat.constrained(jax.lax.slice(value, (0,) * value.ndim, shape), rests.sharding)
@@ -181,14 +173,14 @@ def _padded(value: jax.Array, rests: Rests) -> jax.Array:
 
 
 class Padded(nnx.Variable):
-    """A variable whose raw value may be padded; it comes before the class that the user chose."""
+    """A variable whose raw value may be padded; a base before the user's class."""
 
     shown_as: type[nnx.Variable]  # the user's class
 
     def get_value(self, **options: PyTree) -> PyTree:
         index = options.pop("index", ...)
         value, rests = super().get_value(**options), self.get_metadata(RESTS, None)
-        is_array = isinstance(value, jax.Array | np.ndarray)  # or what stands for one as it rests
+        is_array = isinstance(value, jax.Array | np.ndarray)  # not a placeholder of one
         if rests is not None and is_array and rests.shown(value.shape) is not None:
             value = _logical(value, rests)
         return value if index is ... else value[index]
@@ -218,7 +210,7 @@ class Padded(nnx.Variable):
     def __deepcopy__(self, memo: dict) -> nnx.Variable:
         return self.copy(copy.deepcopy(self.get_raw_value(), memo))
 
-    def __reduce__(self) -> tuple:  # devices cannot be pickled: what is read anywhere has no place
+    def __reduce__(self) -> tuple:  # without the sharding: devices cannot be pickled
         metadata = {key: value for key, value in self.get_metadata().items() if key != RESTS}
         return self.shown_as.from_metadata, (self.get_value(), metadata)
 
@@ -230,7 +222,7 @@ def _padded_class(cls: type[nnx.Variable]) -> type[nnx.Variable]:
 
 
 def _show_logical(model: nnx.Module, plan: Any) -> None:
-    """Has the variables of a model that rest padded by `plan` show their logical values."""
+    """Has the variables that `plan` pads show their logical values."""
     leaves = {
         leaf.path.removeprefix(prefix): leaf
         for leaf in plan.leaves
@@ -256,8 +248,8 @@ STREAMS = nnx.Rngs | nnx.RngStream
 class Streams:
     """A `nnx.Rngs` without objects.
 
-    Each key and count is a scalar here. The arrays of forked streams would be split over the
-    devices, as the batch is; a scalar key is folded for each device, and a scalar count is not.
+    Each key and count is a scalar here. A step would split the arrays of forked streams over the
+    devices, like the batch. It folds a scalar key for each device, and leaves a scalar count.
     """
 
     scalars: list[PyTree]
@@ -265,7 +257,7 @@ class Streams:
 
 
 def without_objects(rng: PyTree) -> PyTree:
-    """Returns what a step is given after the batch with `Streams` for objects."""
+    """Returns the argument after the batch, with `Streams` in place of objects."""
 
     def taken_out(value: PyTree) -> PyTree:
         if not _is_streams(value):
@@ -291,22 +283,22 @@ def stream_variables(rng: PyTree, kind: type[nnx.RngState]) -> list[PyTree]:
 
 
 def drawn(rng: PyTree, before: list[jax.Array]) -> list[PyTree]:
-    """Returns how many keys a loss has drawn, as scalars: aux with rows would be the examples'.
+    """Returns how many keys a loss has drawn, as scalars: arrays in aux belong to the examples.
 
-    These are the same on all devices, and so small that floats, which aux becomes, are exact.
+    All devices have the same counts, small enough to be exact as floats, which aux becomes.
     """
     after = [count.get_value() for count in stream_variables(rng, nnx.RngCount)]
     if list(map(jnp.shape, after)) != list(map(jnp.shape, before)):
         raise ValueError(
-            "the loss left the streams that the step was given in another shape. Undo "
-            "nnx.split_rngs(rngs, splits=n), nnx.restore_rngs(backups), or use it as a decorator."
+            "the loss left the step's random streams in another shape. Undo nnx.split_rngs(rngs, "
+            "splits=n) by nnx.restore_rngs(backups), or use it as a decorator."
         )
     pairs = zip(after, before, strict=True)
     return [_scalars((new - old).astype(jnp.int32)) for new, old in pairs]
 
 
 def advance(rng: PyTree, drawn: list[PyTree]) -> None:
-    """Advances streams, in place, by what a step has drawn."""
+    """Advances streams, in place, by the number of keys that a step has drawn."""
     if counts := stream_variables(rng, nnx.RngCount):
         new = _advanced([count.get_value() for count in counts], drawn)
         for count, value in zip(counts, new, strict=True):
@@ -320,20 +312,19 @@ def _advanced(before: list[jax.Array], drawn: list[PyTree]) -> list[jax.Array]:
 
 
 def check_arguments(model: nnx.Module, batch: PyTree, rng: PyTree) -> None:
-    """Raises for objects of nnx that a step would take apart, and leave as they were."""
+    """Raises for nnx objects that a step would not update."""
     for value in (batch, rng):
         if isinstance(value, nnx.Pytree) and not _is_streams(value):
             use = "If the loss only reads it, have the loss close over it."
             if isinstance(value, nnx.Metric):
                 use = (
-                    "Have the loss return what the metrics need, return loss, logits, and update "
-                    "them after the step: values = step(model, optimizer, batch); "
+                    "Have the loss return the values that the metrics need, return loss, logits, "
+                    "and update them after the step: values = step(model, optimizer, batch); "
                     "metrics.update(loss=values['loss'], logits=values['aux'], labels=...)."
                 )
             raise TypeError(
-                "a step of zerojax.nnx is called as step(model, optimizer, batch) or step(model, "
-                f"optimizer, batch, rng), and a {type(value).__name__} is neither batch nor rng. "
-                f"{use}"
+                "call a step of zerojax.nnx as step(model, optimizer, batch) or step(model, "
+                f"optimizer, batch, rng): a {type(value).__name__} is neither batch nor rng. {use}"
             )
     if any(map(_is_streams, jax.tree.leaves(batch, is_leaf=_is_streams))):
         raise TypeError(
@@ -344,13 +335,13 @@ def check_arguments(model: nnx.Module, batch: PyTree, rng: PyTree) -> None:
     held = nnx.to_flat_state(nnx.state(model, nnx.RngCount)) if counts else ()
     if any(id(count) in counts for _, count in held):
         raise ValueError(
-            "the model holds the nnx.Rngs that the step is given after the batch. Leave it out, "
+            "the model holds the nnx.Rngs that you pass after the batch. Leave it out, "
             "step(model, optimizer, batch), and have the loss draw from the model's."
         )
 
 
 def set_apart(model: nnx.Module, device_key: jax.Array) -> None:
-    """Gives a model random streams of this device and microbatch."""
+    """Folds the random streams of a model with a key of this device and microbatch."""
     salt = jax.random.bits(device_key)
 
     def fold(keys: jax.Array) -> jax.Array:

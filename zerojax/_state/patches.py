@@ -1,15 +1,15 @@
-"""What zerojax changes in objects that others made, each where users lose something without it.
+"""What zerojax changes in objects of others, each where users lose something without it.
 
 [Note: what a made state keeps] A function that makes a state is traced, so that its arrays are
-made where they rest. The static fields of the state, its optimizer and `apply_fn`, outlive that
-trace. Functions in them may close over arrays that `make_state` has computed, such as a rate
+sharded from the start. The static fields of the state, its optimizer and `apply_fn`, outlive that
+trace. Functions in them may close over arrays that `make_state` computes, such as a rate
 `jnp.float32(0.1)` or the table of a schedule. These are tracers, which mean nothing after the
-trace, and JAX has no way to ask a function for what it closes over. So they are looked for where
-Python objects keep them, and their values are put in their place: `replaced`.
+trace, and JAX cannot list the closure of a function. So `replaced` looks for them where Python
+objects keep others, and puts their values in their place.
 
-[Note: the class of a variable] A model's variables stay the same objects when it is sharded: users
-hold them, optimizers and tied layers share them. Those that rest padded must show what the user
-wrote, in attributes too (`kernel.T`), which the hooks of nnx do not see: `set_class`.
+[Note: the class of a variable] When zerojax shards a model, its variables stay the same objects:
+users hold them, optimizers and tied layers share them. Padded ones must show the user's shapes, in
+attributes too (`kernel.T`), which the hooks of nnx do not see: `set_class`.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-# What leads to no tracer, or to all modules.
+# Objects that lead to no tracer, or to all modules.
 _ENDS = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, jax.Array)
 _ENDS += (type, types.ModuleType)
-# Where objects keep others; instances do so in `__dict__`, and `__wrapped__` is there too.
+# Where objects keep others. Instances do so in `__dict__`, which also has `__wrapped__`.
 _KEEPING = {
     types.CellType: ["cell_contents"],
     types.FunctionType: ["__closure__", "__defaults__", "__kwdefaults__", "__dict__"],
@@ -34,18 +34,18 @@ _KEEPING = {
 
 
 def tracers_in(fields: Any) -> list[Tracer]:
-    """Returns the tracers that Python objects keep, in an order of their own."""
+    """Returns the tracers that Python objects keep, in a fixed order."""
     tracers: dict[int, Tracer] = {}
-    with contextlib.suppress(RecursionError):  # deep data: where it has tracers, JAX names them
+    with contextlib.suppress(RecursionError):  # if deep data has tracers, JAX names them
         replaced(fields, lambda tracer: tracers.setdefault(id(tracer), tracer))
     return list(tracers.values())
 
 
 def replaced(node: Any, value_of: Callable[[Tracer], Any], seen: dict | None = None) -> Any:
-    """Returns an object with other values in the place of tracers, in all that it leads to.
+    """Returns an object with values in place of the tracers that it leads to.
 
-    What can be changed is changed where it is: others may keep the same object. Code of the user's
-    classes does not run. `seen` has the objects that were met, which keeps their ids.
+    It changes mutable objects in place, because others may keep the same object. No code of the
+    user's classes runs. `seen` holds the visited objects, which keeps their ids.
     """
     if isinstance(node, Tracer):
         return value_of(node)

@@ -1,10 +1,11 @@
-"""Errors for what users pass at first where something else belongs."""
+"""Errors for arguments that users often pass by mistake."""
 
+import functools
 import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -14,12 +15,13 @@ from zerojax._state import state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree
 
-# What losses call the random key that they take: key, rngs, dropout_key.
+T = TypeVar("T")
+# Names of the random key of a loss: key, rngs, dropout_key.
 KEY_NAMES = re.compile(r"(^|_)(p?rng|key|seed)s?(_|$)")
 
 
 def _loaded(module: str, kind: str) -> Any:
-    """Returns a class of another library for `isinstance`; none where that is not imported."""
+    """Returns a class of another library for `isinstance`, or () if that is not imported."""
     return getattr(sys.modules.get(module), kind, ())
 
 
@@ -34,66 +36,62 @@ def check_functional(state: object) -> None:
     if isinstance(state, _loaded("flax.linen", "Module")):
         raise TypeError(
             f"this is the Flax module {type(state).__name__}, not a state: it has no parameters. "
-            "Make one from what its init returns: TrainState.create(apply_fn=model.apply, params="
-            "model.init(key, x)['params'], tx=tx)."
+            "Make one with its init: TrainState.create(apply_fn=model.apply, "
+            "params=model.init(key, x)['params'], tx=tx)."
         )
     if is_flax_module(state) or any(isinstance(part, optimizer) for part in parts):
         raise TypeError(
             "this is a Flax nnx model, not a state. Shard it with its optimizer, in place: "
-            "zerojax.nnx.shard(model, optimizer, stage=3), or a function that makes both; steps "
-            "are then those of zerojax.nnx.train_step, and zerojax.forecast takes one with that "
-            "function. To plan or save it, pass zerojax.nnx.state(model, optimizer)."
+            "zerojax.nnx.shard(model, optimizer, stage=3), or pass a function that makes both. "
+            "Make steps with zerojax.nnx.train_step; zerojax.forecast takes such a step with that "
+            "function. To plan or save the model, pass zerojax.nnx.state(model, optimizer)."
         )
 
 
 NNX = (
     "Save zerojax.nnx.state(model, optimizer), read it with like=zerojax.nnx.state(model, "
-    "optimizer), and put it back by zerojax.nnx.update(model, optimizer, state). Without an "
-    "optimizer, that is nnx.state(model) and nnx.update(model, state)."
+    "optimizer), and put it back with zerojax.nnx.update(model, optimizer, state). Without an "
+    "optimizer, use nnx.state(model) and nnx.update(model, state)."
 )
 
 
 def check_stored(tree: PyTree, name: str = "the state") -> None:
-    """Raises for what is no tree of arrays: a restore could not give it back."""
+    """Raises for anything but a tree of arrays: a restore could not give it back."""
     if (node := _first_of("flax.nnx", "Pytree", tree)) is not None:
         raise TypeError(
             f"{name} {'is' if node is tree else 'has'} a Flax nnx object, {type(node).__name__}, "
-            f"and not only arrays. {NNX}"
+            f"not only arrays. {NNX}"
         )
+    if _first_of("zerojax._state.nnx_state", "Padded", tree) is not None:
+        raise TypeError(f"{name} has Flax nnx variables that zerojax pads. {NNX}")
     check_functional(tree)
     leaves = _state.leaves_with_paths(tree)
     if not leaves:
         raise ValueError(
-            f"{name} has no leaves, so there is nothing to save. Pass what has the arrays: a "
-            f"{type(tree).__name__} without any was passed."
+            f"{name} has no leaves, so there is nothing to save. You passed a "
+            f"{type(tree).__name__} without arrays; pass one with them."
         )
     if np.isscalar(tree):
         raise TypeError(
-            f"{name} is {tree!r}, and not a tree of arrays. Pass the state; numbers and text are "
-            "saved with it as metadata=."
+            f"{name} is {tree!r}, not a tree of arrays. Pass the state, and numbers and text as "
+            "metadata=."
         )
     for leaf in leaves:
         if has_numbers(leaf.value) or isinstance(leaf.value, jax.ShapeDtypeStruct):
             continue
-        remedy = "Make it a static field, or give it to save as metadata=."
+        remedy = "Make it a static field, or save it as metadata=."
         if _first_of("equinox", "Module", tree) is not None:
             remedy = (
                 "Of an Equinox model, pass equinox.filter(model, equinox.is_array), here and as "
-                "like=, and put what is read back by equinox.combine(read, model). One that trains "
-                "has a state: zerojax.manual.ModuleState.create(model, tx)."
+                "like=, and put the arrays back with equinox.combine(arrays, model). To train it, "
+                "make a state: zerojax.manual.ModuleState.create(model, tx)."
             )
         elif callable(leaf.value):
             remedy = (
-                "Checkpoints have no functions, and so no optimizers (optax) and transforms "
-                "(Haiku): pass what they return, as their init does, or make them static fields."
+                "Checkpoints cannot store functions, and so no optimizers (optax) or transforms "
+                "(Haiku): pass the state that their init returns, or make them static fields."
             )
         raise TypeError(f"{leaf.name or name} is a {_kind(leaf.value)}, not an array. {remedy}")
-
-
-def check_unpadded(tree: PyTree) -> None:
-    """Raises for nnx variables that rest padded, whose tree does not tell what is padding."""
-    if _first_of("zerojax._state.nnx_state", "Padded", tree) is not None:
-        raise TypeError(f"the state has Flax nnx variables that zerojax pads. {NNX}")
 
 
 def _first_of(module: str, kind: str, tree: PyTree) -> PyTree:
@@ -112,11 +110,11 @@ MAKER = "Pass the state, or a function with its arguments: lambda: make_state(ke
 
 
 def check_state_function(state_or_fn: PyTree, remedy: str = MAKER) -> None:
-    """Raises for a function that needs arguments, where one that makes the state is expected."""
+    """Raises for a function that needs arguments in place of one that makes the state."""
     if _state.is_state_function(state_or_fn) and not _takes(state_or_fn, (), {}):
         name = getattr(state_or_fn, "__name__", type(state_or_fn).__name__)
         raise TypeError(
-            f"{name} takes arguments, and a function that makes the state takes none. {remedy}"
+            f"{name} takes arguments, but a function that makes the state takes none. {remedy}"
         )
 
 
@@ -126,24 +124,23 @@ def is_gone(value: object) -> bool:
 
 
 def check_alive(tree: PyTree, name: str = "state") -> None:
-    """Raises where arrays were donated to an earlier step, or deleted."""
+    """Raises for arrays that were donated to an earlier step, or deleted."""
     for leaf in _state.leaves_with_paths(tree):
-        if not is_gone(leaf.value):
-            continue
-        if name == "state":
+        if is_gone(leaf.value) and name == "state":
             raise ValueError(
                 "this state was donated to an earlier step, which made the next one in its memory "
-                f"({where(name, leaf)} is gone). Continue with what that step returned, state, "
-                "metrics = step(state, batch), or make the step with donate=False."
+                f"({where(name, leaf)} is gone). Continue with the state that this step returned, "
+                "state, metrics = step(state, batch), or make the step with donate=False."
             )
-        raise ValueError(
-            f"{where(name, leaf)} was donated to an earlier function (donate_argnums of jax.jit) "
-            f"or deleted. Pass a new {name}."
-        )
+        if is_gone(leaf.value):
+            raise ValueError(
+                f"{where(name, leaf)} was donated to an earlier function (donate_argnums of "
+                f"jax.jit) or deleted. Pass a new {name}."
+            )
 
 
 def has_numbers(value: PyTree) -> bool:
-    """Whether a leaf has numbers that JAX knows: no text, object, date, record or mere shape."""
+    """Whether a leaf has numbers that JAX knows, not text, objects, dates, records or a shape."""
     if isinstance(value, jax.Array):
         return True
     dtype = np.asarray(value).dtype
@@ -164,7 +161,7 @@ def check_arrays(tree: PyTree, name: str, accepts: Callable[[PyTree], bool] = _i
         if not accepts(leaf.value):
             raise TypeError(
                 f"{where(name, leaf)} is a {_kind(leaf.value)}, which JAX does not accept as an "
-                f"array. Make it a numpy array of numbers, or leave it out of the {name}."
+                f"array. Convert it to a numpy array of numbers, or leave it out of the {name}."
             )
 
 
@@ -173,23 +170,26 @@ def check_values(tree: PyTree, name: str = "state") -> None:
     check_arrays(tree, name, has_numbers)
 
 
-class KnownDtypes:
-    """Has `Precision` say what its dtypes are called where it is given other libraries' names."""
+def knowing_dtypes(cls: type[T]) -> type[T]:
+    """Has `Precision` translate the names that other libraries give its options."""
+    init, known = cls.__init__, inspect.signature(cls).parameters
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    def __new__(cls, *args: object, **named: object) -> Self:
-        for name in sorted(named.keys() - cls.__dataclass_fields__.keys()):
+    @functools.wraps(init)
+    def __init__(self: T, *args: Any, **named: Any) -> None:
+        for name in sorted(named.keys() - known):
             raise TypeError(
                 f"Precision has no {name}=. Pass compute= (FSDP2's param_dtype, jmp's "
                 "compute_dtype), reduce= (FSDP2's reduce_dtype), param= (jmp's and Flax's "
-                "param_dtype: of what is stored), master=, moments= or gather=."
+                "param_dtype: of stored parameters), master=, moments= or gather=."
             )
-        return super().__new__(cls)
+        init(self, *args, **named)
+
+    cls.__init__ = __init__
+    return cls
 
 
 def check_tx(tx: object) -> object:
-    """Raises for what is not an optimizer, such as `optax.adam` for `optax.adam(1e-3)`."""
+    """Raises unless it is an optimizer: for `optax.adam`, say, in place of `optax.adam(1e-3)`."""
     if tx is not None and not (hasattr(tx, "init") and hasattr(tx, "update")):
         name = getattr(tx, "__name__", type(tx).__name__)
         raise TypeError(
@@ -200,7 +200,7 @@ def check_tx(tx: object) -> object:
 
 
 def where(name: str, leaf: Leaf) -> str:
-    """Names a leaf of a step's argument: 'batch leaf x', or 'the batch' where that is a leaf."""
+    """Names a leaf of a step's argument: 'batch leaf x', or 'the batch' if that is a leaf."""
     return f"{name} leaf {leaf.name}" if leaf.path else f"the {name}"
 
 
@@ -210,7 +210,7 @@ def called(
     fields: dict[str, PyTree],
     model: str = "params",
 ) -> PyTree:
-    """Returns `loss_fn(*args, **fields)`; names these arguments where the loss takes others."""
+    """Returns `loss_fn(*args, **fields)`; names these arguments if the loss takes others."""
     try:
         return loss_fn(*args, **fields)
     except TypeError as error:
@@ -221,46 +221,47 @@ def called(
         others = [name for name in names if not KEY_NAMES.search(name)]
         if len(args) > 2 and _takes(loss_fn, args[:2], fields):
             step = "step(state, batch)" if model == "params" else "step(model, optimizer, batch)"
-            raise TypeError(
-                f"the step calls the loss with ({passed}): {error}. This loss takes no random key: "
-                f"leave it out, {step}, or have the loss take it after the batch. Several arrays "
-                "are one batch, (x, y)."
-            ) from error
-        if model != "params" or (names and not others):
-            raise TypeError(
-                f"the step calls the loss with ({passed}): {error}. Give the step a random key "
-                "after the batch, jax.random.key(n): it passes that on to losses that take one."
-            ) from error
-        name = [*others, "batch_stats"][0]
-        raise TypeError(
-            f"the step calls the loss with ({passed}): {error}. Random keys are given to the step "
-            "after the batch, as jax.random.key(n), to losses that take one; fields of the state "
-            f"come by name: mutable=({name!r},)."
-        ) from error
+            remedy = (
+                f"This loss takes no random key: leave it out, {step}, or have the loss take it "
+                "after the batch. Pass several arrays as one batch, (x, y)."
+            )
+        elif model != "params" or (names and not others):
+            remedy = (
+                "Pass the step a random key after the batch, jax.random.key(n): it passes the key "
+                "to losses that take one."
+            )
+        else:
+            name = [*others, "batch_stats"][0]
+            remedy = (
+                "Pass the step a random key after the batch, jax.random.key(n), if the loss takes "
+                f"one. Fields of the state come by name: mutable=({name!r},)."
+            )
+        message = f"the step calls the loss with ({passed}): {error}. {remedy}"
+        raise TypeError(message) from error
 
 
 def updated(update: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Returns `update(*args)`; explains what needs more, or updates a field of `mutable=` too."""
+    """Returns `update(*args)`; explains if it needs more, or updates a field of `mutable=` too."""
     try:
         return update(*args)
     except TypeError as error:
         if "__contains__" in str(error) and jax.tree_util.all_leaves(args[1:2]):
             raise TypeError(
-                "the parameters are one array, and flax's TrainState.apply_gradients looks for "
+                "the parameters are one array, but flax's TrainState.apply_gradients looks for "
                 "names among them. Put the array into a dict, params={'w': w}, and have the loss "
                 "read params['w']."
             ) from error
         if twice := re.search(r"multiple values for keyword argument '(\w+)'", str(error)):
             raise ValueError(
                 f"mutable= names {twice[1]!r}, which the state's apply_gradients updates. Leave it "
-                "out, and have the loss count in a field of your own."
+                "out, and have the loss count in another field."
             ) from error
         if names := _missing(error, "keyword-only"):
             raise TypeError(
                 f"the optimizer's update takes {', '.join(f'{name}=' for name in names)} in "
-                "addition to the gradients, and train_step passes only these. Write the loop "
-                "yourself: loss, grads = zerojax.value_and_grad(loss_fn, plan)(params, batch), "
-                f"then tx.update(grads, opt_state, params, {names[0]}=...); docs/loop.md shows it."
+                "addition to the gradients, but train_step passes only these. Write your own loop: "
+                "loss, grads = zerojax.value_and_grad(loss_fn, plan)(params, batch), then "
+                f"tx.update(grads, opt_state, params, {names[0]}=...); docs/loop.md shows it."
             ) from error
         raise
 
@@ -278,6 +279,6 @@ def _takes(
         inspect.signature(function).bind(*args, **named)
     except TypeError:
         return False
-    except ValueError:  # builtins and the like have no signature
-        return True
+    except ValueError:
+        pass  # builtins and the like have no signature
     return True

@@ -1,8 +1,8 @@
 """The parts of a user's state: parameters, optimizer state, everything else.
 
-A state is any pytree whose leaves sit under `params` and `opt_state` (attributes or keys), or a
-tuple that starts with those two. Lists, and named tuples with other fields, are not states but
-trees of parameters. No other package knows these container types.
+A state is any pytree whose leaves are under `params` and `opt_state` (attributes or keys), or a
+tuple that starts with these two. Lists, and named tuples with other fields, are trees of
+parameters. No other package knows these container types.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Leaf(NamedTuple):
 
 
 def path_name(path: tuple) -> str:
-    """Returns a path as plans and errors show it, such as "params/dense/kernel"."""
+    """Returns a path in the form of plans and errors, such as "params/dense/kernel"."""
     return keystr(path, simple=True, separator="/")
 
 
@@ -60,7 +60,7 @@ def leaves_with_paths(tree: PyTree) -> list[Leaf]:
 
 
 def named_leaves(tree: PyTree, separator: str = "/") -> list[Leaf]:
-    """Returns the leaves with their paths; raises where two of these read alike once joined."""
+    """Returns the leaves with their paths; raises if two paths read alike once joined."""
     leaves = leaves_with_paths(tree)
     named: dict[str, Leaf] = {}
     for leaf in leaves:
@@ -75,7 +75,7 @@ def named_leaves(tree: PyTree, separator: str = "/") -> list[Leaf]:
 
 
 def leaves_of(state: PyTree) -> list[Leaf]:
-    """Returns a state's leaves with their paths; raises where one of them is not an array."""
+    """Returns a state's leaves with their paths; raises if one of them is not an array."""
     leaves = named_leaves(state)
     for leaf in leaves:
         is_text = isinstance(leaf.value, str | bytes)
@@ -89,8 +89,8 @@ def leaves_of(state: PyTree) -> list[Leaf]:
     params = get_params(state)
     if jax.tree.leaves(params) and not any(leaf.kind == PARAMS for leaf in leaves):
         raise ValueError(
-            f"JAX does not name the fields of {type(state).__name__}. Register it with "
-            "jax.tree_util.register_dataclass, or with register_pytree_with_keys."
+            f"JAX does not know the names of the fields of {type(state).__name__}. Register it "
+            "with jax.tree_util.register_dataclass, or with register_pytree_with_keys."
         )
     if leaves and params is None:
         raise no_parameters(state)
@@ -100,10 +100,10 @@ def leaves_of(state: PyTree) -> list[Leaf]:
 def no_parameters(state: object) -> ValueError:
     entries = state.items() if isinstance(state, Mapping) else ()
     if inner := next((name for name, entry in entries if hasattr(entry, "params")), None):
-        return ValueError(f"entry {inner!r} of this dict is a whole state. Pass it by itself.")
+        return ValueError(f"entry {inner!r} of this dict is a whole state. Pass only that.")
     return ValueError(
-        f"no parameters in a state of type {type(state).__name__}. Pass a flax TrainState, "
-        "a tuple (params, opt_state), or {'params': ..., 'opt_state': ...}."
+        f"a state of type {type(state).__name__} has no parameters. Pass a flax TrainState, a "
+        "tuple (params, opt_state), or {'params': ..., 'opt_state': ...}."
     )
 
 
@@ -143,12 +143,12 @@ def _part(state: PyTree, kind: str) -> PyTree:
 
 
 def field(state: PyTree, name: str) -> PyTree:
-    """Returns a field of a state, None where it has none of that name."""
+    """Returns a field of a state, or None."""
     return state.get(name) if isinstance(state, dict) else getattr(state, name, None)
 
 
 def params_in(tree: PyTree) -> PyTree:
-    """Returns the parameters of a state, or all of `tree` where that is parameters itself.
+    """Returns the parameters of a state, or all of a tree of parameters.
 
     The second element of a tuple tells `(params, opt_state)` from parameters in a tuple.
     """
@@ -156,13 +156,13 @@ def params_in(tree: PyTree) -> PyTree:
         params = get_params(tree)
         return tree if params is None else params
     _check_single(tree)
-    if len(tree) < 2 or _is_array(tree[1]) or _holds_optax(tree[0]):  # an optimizer's state alone
+    if len(tree) < 2 or _is_array(tree[1]) or _holds_optax(tree[0]):  # the state of an optimizer
         return tree
     if (tree[1] == () and len(tree) == 2) or _holds_optax(tree[1]):
         return tree[0]
     raise ValueError(
         f"a tuple whose second element is a {type(tree[1]).__name__} may be (params, opt_state), "
-        "or parameters all of it. Pass its first element, state[0], or the parameters as a list, "
+        "or a tuple of parameters. Pass its first element, state[0], or the parameters as a list, "
         "list(params)."
     )
 
@@ -176,13 +176,13 @@ def _is_plain_tuple(tree: object) -> bool:
 
 
 def _holds_optax(tree: PyTree) -> bool:
-    """Whether any part of a tree is state of optax, always a named tuple of its own."""
+    """Whether any part of a tree is a state of optax, which is always a named tuple of optax."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: hasattr(node, "_fields"))
     return any(type(node).__module__.split(".")[0] in ("optax", "zerojax") for node in nodes)
 
 
 def replace(state: PyTree, **parts: PyTree) -> PyTree:
-    """Returns the state with other values for some of its named parts."""
+    """Returns the state with new values of some parts."""
     if isinstance(state, dict):
         return {**state, **parts}
     if hasattr(state, "_replace"):
@@ -198,29 +198,29 @@ def replace(state: PyTree, **parts: PyTree) -> PyTree:
 
 
 def get_tx(state: object) -> optax.GradientTransformation | None:
-    """Returns the optimizer that a state has as a static field, as flax's TrainState does."""
+    """Returns the optimizer in a static field of the state, as in flax's TrainState."""
     return getattr(state, "tx", None)
 
 
 def matching(pattern: str, names: dict[tuple, str], option: str) -> set[tuple]:
-    """Returns the paths whose names a pattern finds; raises where it finds none."""
+    """Returns the paths whose names match a pattern; raises if none does."""
     paths = {path for path, name in names.items() if finds(pattern, name, option)}
     if not paths:
         raise ValueError(
-            f"{option} has the path pattern {pattern!r}, which no parameter matches. "
+            f"{option} has the path pattern {pattern!r}, which matches no parameter. "
             f"{paths_like(pattern, sorted(names.values()))}"
         )
     return paths
 
 
 def check_patterns(patterns: Iterable[str], names: Sequence[str], option: str) -> None:
-    """Raises where one of an option's path patterns finds no parameter."""
+    """Raises if one of an option's path patterns matches no parameter."""
     for pattern in patterns:
         matching(pattern, {(name,): name for name in names}, option)
 
 
 def paths_like(unknown: str, paths: Sequence[str]) -> str:
-    """Ends an error about an unknown path: asks for the one with a similar part, or lists a few."""
+    """Ends an error about an unknown path: suggests one with a similar part, or lists a few."""
     length, by_part = unknown.count("/") + 1, dict[str, str]()
     for path in paths:
         names = path.split("/")
@@ -232,33 +232,33 @@ def paths_like(unknown: str, paths: Sequence[str]) -> str:
 
 
 def finds(pattern: object, name: str, option: str) -> bool:
-    """Whether the path pattern of an option finds a name; raises where it is no pattern."""
+    """Whether the path pattern of an option matches a name; raises for a wrong pattern."""
     if not isinstance(pattern, str):
         raise TypeError(
-            f"{option}{pattern!r} is no path pattern. Pass one regular expression, a string, as in "
-            f"{option}'norm|bias'."
+            f"{option}{pattern!r} is not a path pattern. Pass one regular expression, a string, as "
+            f"in {option}'norm|bias'."
         )
     try:
         return re.search(pattern, name) is not None
     except re.error as error:
         raise ValueError(
-            f"{option} has the path pattern {pattern!r}, which is no regular expression ({error}). "
-            "Escape its special characters."
+            f"{option} has the path pattern {pattern!r}, which is not a regular expression "
+            f"({error}). Escape its special characters."
         ) from None
 
 
 def is_state_function(state: object) -> bool:
-    """Whether the caller passed a function that makes the state, to have it made sharded."""
+    """Whether the caller passed a function that makes the state."""
     return isinstance(state, Callable) and not hasattr(state, PARAMS)
 
 
 def state_of(make_state: Callable[[], PyTree]) -> PyTree:
     """Returns the state that a function makes, without tracers in its static fields.
 
-    See [Note: what a made state keeps], in `patches.py`. The function is called once, in a trace of
-    its own: what it caches, or sets on an object, has tracers of this call, and those of another
-    would not be the same. The values of tracers in static fields are computed at once, by a program
-    of nothing else: of the state's own arrays, one device has only those that these fields keep.
+    See [Note: what a made state keeps], in `patches.py`. It calls the function once, in its own
+    trace: if the function caches a value or sets an attribute, these have tracers of this call, and
+    another call would have others. A program that computes only the values of these tracers runs at
+    once, so one device has none of the state's other arrays.
     """
     calls: list[tuple[PyTree, list[bool], list[int]]] = []
 
@@ -266,7 +266,7 @@ def state_of(make_state: Callable[[], PyTree]) -> PyTree:
         leaves, treedef = jax.tree.flatten(make_state())
         is_traced = [isinstance(leaf, Tracer) for leaf in leaves]
         traced = [leaf for leaf in leaves if isinstance(leaf, Tracer)]
-        # Shapes in the place of leaves, which must not outlive this trace.
+        # Shapes in place of leaves, which must not outlive this trace.
         fields = treedef.unflatten(
             x if not isinstance(x, Tracer) else shape_dtype(x) for x in leaves
         )
@@ -277,7 +277,7 @@ def state_of(make_state: Callable[[], PyTree]) -> PyTree:
     run = jaxpr_as_fun(jax.make_jaxpr(arrays)())
     fields, is_traced, kept = calls[0]
     if kept:
-        # XLA leaves out what they do not need. Compiled first, it runs now, not in the outer trace.
+        # XLA leaves out the rest. Compiled first, it runs now instead of in the outer trace.
         values = jax.jit(lambda: run()[-len(kept) :]).lower().compile()()
         known = dict(zip(kept, values, strict=True))
         fields = _patches.replaced(fields, lambda tracer: known[id(tracer)])
