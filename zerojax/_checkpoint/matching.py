@@ -1,6 +1,6 @@
 """Decides which saved leaf goes where, by name and strictly, and reads it there."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 import jax
@@ -66,18 +66,20 @@ def match(
     ignore: str | None,
     cast: bool,
     theirs: Mapping[str, str] | None = None,
+    left_over: Sequence[str] = (),
 ) -> dict[str, PyTree]:
     """Returns, by name, the leaf of `like` that a saved leaf becomes; raises where trees differ.
 
     `shapes` are the logical shapes of padded leaves, which files hold without padding. `theirs` are
-    the names in the files, where they differ.
+    the names in the files, where they differ, and `left_over` those that become no leaf.
     """
     switch("cast")(cast)
     finds(ignore, "", "ignore=")  # raises for a wrong pattern
     names = {leaf.name for leaf in leaves}
     wanted = {leaf.name: leaf.value for leaf in leaves if not is_kept(leaf, keep)}
     missing = [name for name in wanted if name not in saved]
-    extra = [n for n in saved if n not in names and not finds(ignore, n, "ignore=")]
+    extra = [*(name for name in saved if name not in names), *left_over]
+    extra = [name for name in extra if not finds(ignore, name, "ignore=")]
     both = {name: value for name, value in wanted.items() if name in saved}
     reshaped, retyped, is_padded = [], [], False
     for name, value in both.items():
@@ -92,7 +94,7 @@ def match(
     wrapped, bare = _is_inside(missing, saved), _is_inside(extra, names)
     of_nnx = bool(extra) and not both and all(name.endswith("/value") for name in extra)
     is_other = 2 * len(missing + reshaped) > len(wanted) and not (wrapped or bare or of_nnx)
-    missing = [f"{n} (as {theirs[n]})" if theirs and n in theirs else n for n in missing]
+    missing = [f"{n} (as {theirs[n]})" if theirs and theirs[n] != n else n for n in missing]
     problems = [
         _problem(missing, "not in the checkpoint", HOW_TO_KEEP + WRAPPED * wrapped + BARE * bare),
         _problem(extra, "only in the checkpoint", "ignore=<path regex> leaves them behind"),

@@ -17,7 +17,7 @@ import collections
 import itertools
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -47,10 +47,11 @@ HOW = (
 class Source(NamedTuple):
     """The part of a tensor that is a parameter or one of its layers."""
 
+    tensor: str
     leaf: str
     index: tuple[int, ...]  # of the layer
     shape: Shape  # of the parameter, or of this layer
-    tensor: Shape  # the shape of the whole tensor
+    full: Shape  # of the whole tensor
     part: tuple[int, int]  # which of how many parts of the tensor
     outer: int  # the number of elements before the axis of the parts
     view: Callable[[np.ndarray], np.ndarray]  # the part of a contiguous tensor, without a copy
@@ -60,10 +61,12 @@ def whole(tensor: np.ndarray) -> np.ndarray:
     return tensor
 
 
-def source(leaf: str, index: tuple[int, ...], shape: Shape, text: str | None = None) -> Source:
-    """Reads a layout such as "(heads dim) in -> in heads dim"; None is a tensor as it is."""
-    if text is None:
-        return Source(leaf, index, shape, shape, (0, 1), 1, whole)
+def dotted(name: str) -> str:
+    return name.replace("/", ".")
+
+
+def source(tensor: str, leaf: str, index: tuple[int, ...], shape: Shape, text: str) -> Source:
+    """Reads a layout such as "(heads dim) in -> in heads dim"."""
     theirs, arrow, right = text.partition("->")
     groups = [(inside or one).split() for inside, one in GROUP.findall(theirs)]
     axes, ours = list(itertools.chain(*groups)), right.split()
@@ -87,10 +90,11 @@ def source(leaf: str, index: tuple[int, ...], shape: Shape, text: str | None = N
     order = [named.index(axis) for axis in ours]
     before = itertools.takewhile(lambda axis: "/" not in axis, axes)
     return Source(
+        tensor,
         leaf,
         index,
         shape,
-        tensor=tuple(math.prod(sizes[axis] for axis in group) for group in groups),
+        full=tuple(math.prod(sizes[axis] for axis in group) for group in groups),
         part=(part, of),
         outer=math.prod(sizes[axis] for axis in before),
         view=lambda tensor: tensor.reshape(split)[pick].transpose(order),
@@ -98,7 +102,10 @@ def source(leaf: str, index: tuple[int, ...], shape: Shape, text: str | None = N
 
 
 def sources(names: Names, shapes: Mapping[str, Shape]) -> dict[str, list[Source]]:
-    """Returns, by the name of each tensor, the parameters of these shapes that it contains."""
+    """Returns, by the name of each tensor, the parameters of these shapes that it contains.
+
+    The name of a parameter that is not in `names` is its path with dots.
+    """
     _check_entries(names)
     by_tensor: dict[str, list[Source]] = collections.defaultdict(list)
     taken: dict[str, str] = {}
@@ -114,16 +121,19 @@ def sources(names: Names, shapes: Mapping[str, Shape]) -> dict[str, list[Source]
                 raise ValueError(
                     f"names= has {leaf} twice, as {other!r} and as {path!r}. Leave one out."
                 )
-            for name, one in _sources_of(leaf, entry, match.groups(), shapes[leaf]):
-                by_tensor[name].append(one)
+            for one in _sources_of(leaf, entry, match.groups(), shapes[leaf]):
+                by_tensor[one.tensor].append(one)
+    for leaf in [leaf for leaf in shapes if leaf not in taken]:
+        one = Source(dotted(leaf), leaf, (), shapes[leaf], shapes[leaf], (0, 1), 1, whole)
+        by_tensor[one.tensor].append(one)
     for name, parts in by_tensor.items():
         have, of = sorted(one.part for one in parts), parts[0].part[1]
-        alike = len({(one.tensor, one.outer) for one in parts}) == 1
+        alike = len({(one.full, one.outer) for one in parts}) == 1
         if not alike or have != [(part, of) for part in range(of)]:
             raise ValueError(
-                f"names= maps {', '.join(dict.fromkeys(one.leaf for one in parts))} to {name}, but "
-                "their parts do not cover it exactly once. Map one parameter to a tensor, or name "
-                "all parts: '(0/2 out) in -> in out' and '(1/2 out) in -> in out'."
+                f"{' and '.join(dict.fromkeys(one.leaf for one in parts))} are both in {name}, but "
+                "their parts do not cover it exactly once. Rename one, or name all parts in names=:"
+                " '(0/2 out) in -> in out' and '(1/2 out) in -> in out'."
             )
     return dict(by_tensor)
 
@@ -150,7 +160,7 @@ def _check_entries(names: Names) -> None:
 
 def _sources_of(
     leaf: str, entry: str | tuple[str, str], numbers: tuple[str, ...], shape: Shape
-) -> Iterable[tuple[str, Source]]:
+) -> Iterator[Source]:
     name, text = (entry, None) if isinstance(entry, str) else entry
     fields = FIELD.findall(name)
     stacked = len(set(fields) if any(fields) else fields) - len(numbers)
@@ -165,37 +175,34 @@ def _sources_of(
             f"or a first dimension counts, and {leaf} is {list(shape)}. Write as many."
         )
     for index in np.ndindex(*shape[:stacked]):
-        yield name.format(*numbers, *index), source(leaf, index, shape[stacked:], text)
+        tensor, inner = name.format(*numbers, *index), shape[stacked:]
+        if text is None:
+            yield Source(tensor, leaf, index, inner, inner, (0, 1), 1, whole)
+        else:
+            yield source(tensor, leaf, index, inner, text)
 
 
 def arranged(
-    tensors: Mapping[str, FileTensor],
-    by_tensor: Mapping[str, list[Source]],
-    shapes: Mapping[str, Shape],
-    kept: Container[str],
+    tensors: Mapping[str, FileTensor], wanted: Sequence[Source], shapes: Mapping[str, Shape]
 ) -> dict[str, Stored]:
-    """Returns tensors as parameters, without those that are kept.
-
-    Tensors that `names=` does not mention keep their names.
-    """
+    """Returns the wanted parameters that are in the tensors."""
     layers: dict[str, dict[tuple[int, ...], np.ndarray]] = collections.defaultdict(dict)
-    wanted = [(n, one) for n, parts in by_tensor.items() for one in parts if one.leaf not in kept]
-    for name, one in wanted:
-        if name in tensors:
-            value = tensors[name].value
-            if value.shape != one.tensor:
+    for one in wanted:
+        if one.tensor in tensors:
+            value = tensors[one.tensor].value
+            if value.shape != one.full and (one.index or one.view is not whole):
                 raise ValueError(
-                    f"{name} is {list(value.shape)} in the files, but should be "
-                    f"{list(one.tensor)} by names= and {one.leaf}, which is "
+                    f"{one.tensor} is {list(value.shape)} in the files, but should be "
+                    f"{list(one.full)} by names= and {one.leaf}, which is "
                     f"{list(shapes[one.leaf])}. Pass like= of that size, another layout, or keep= "
                     "to keep your own value."
                 )
             layers[one.leaf][one.index] = one.view(value)
-    for name, one in wanted:
+    for one in wanted:
         if one.leaf in layers and one.index not in layers[one.leaf]:
             raise ValueError(
-                f"{name} is not in the files, but other layers of {one.leaf} are. Pass a like= "
-                "that has as many layers as they have."
+                f"{one.tensor} is not in the files, but other layers of {one.leaf} are. Pass a "
+                "like= that has as many layers as they have."
             )
     for leaf, parts in layers.items():
         if len(dtypes := sorted({str(part.dtype) for part in parts.values()})) > 1:
@@ -203,8 +210,7 @@ def arranged(
                 f"the layers of {leaf} are {' and '.join(dtypes)} in the files. Cast them to one "
                 "dtype."
             )
-    rest = {name: {(): one.value} for name, one in tensors.items() if name not in by_tensor}
-    return {name: _stored(parts) for name, parts in (rest | layers).items()}
+    return {leaf: _stored(parts) for leaf, parts in layers.items()}
 
 
 def _stored(layers: Mapping[tuple[int, ...], np.ndarray]) -> Stored:

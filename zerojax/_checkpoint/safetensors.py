@@ -3,7 +3,7 @@
 import functools
 import operator
 import os
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Container, Mapping, Set
 
 import jax
 import numpy as np
@@ -16,17 +16,14 @@ from zerojax._checkpoint import (
     save as _save,
     tensor_files as _tensor_files,
 )
-from zerojax._checkpoint.names import Names, Source
+from zerojax._checkpoint.names import Names, Source, dotted
 from zerojax._checkpoint.tensor_files import DTYPES, FileTensor, some
 from zerojax._plan import move as _move
 from zerojax._plan.padding import Shape, padded, padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import MasterState
 from zerojax._state import refusals as _refusals, state as _state
-from zerojax._state.state import Leaf
 from zerojax._types import PyTree
-
-LEAST_FILE_BYTES = 1000  # a header has about as many
 
 
 def export_safetensors(
@@ -66,12 +63,16 @@ def export_safetensors(
         check_plan(plan, "plan=")
     tree = _state.params_in(params)
     leaves, shapes = _state.named_leaves(tree), padded_param_shapes(tree, params, plan)
-    _check_export(params, leaves, max_file_bytes)
+    if not leaves:
+        raise ValueError(
+            f"there is nothing to export: you passed a {type(params).__name__} without "
+            "parameters. Pass a state, or a tree of parameters."
+        )
     values = {leaf.name: leaf.value for leaf in leaves}
     sizes = {name: shapes.get(name, np.shape(value)) for name, value in values.items()}
-    by_tensor, dtypes = _exported(sizes, names), {n: _dtype(v) for n, v in values.items()}
-    _check_dtypes(by_tensor, dtypes)
-    tensors = {name: (one.tensor, dtypes[one.leaf]) for name, (one, *_) in by_tensor.items()}
+    by_tensor = _names.sources({} if names is None else names, sizes)
+    dtypes = _dtypes(by_tensor, values)
+    tensors = {name: (parts[0].full, dtypes[name]) for name, parts in by_tensor.items()}
     full = functools.partial(_full, tensors, by_tensor, values)
     first = jax.process_index() == 0
     target = _save.absolute(path)
@@ -136,76 +137,57 @@ def import_safetensors(
     leaves = _state.named_leaves(params)
     sizes = {leaf.name: shapes.get(leaf.name, np.shape(leaf.value)) for leaf in leaves}
     by_tensor = _names.sources({} if names is None else names, sizes)
-    stored = _tensors(os.fspath(_save.absolute(path)), rename, by_tensor, sizes)
+    sources = [one for parts in by_tensor.values() for one in parts]
+    stored = _tensors(os.fspath(_save.absolute(path)), rename, by_tensor)
     kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
     if not isinstance(like, Plan):
         _check_masters(like, sizes.keys() - kept)
-    backwards = reversed(list(by_tensor.items()))
-    firsts = {one.leaf: name for name, parts in backwards for one in parts}
-    for leaf in (firsts.keys() & stored.keys()) - by_tensor.keys():  # `match` would not report it
-        if not _matching.finds(ignore, leaf, "ignore="):
-            raise ValueError(
-                f"{leaf} in {path} has the name of the parameter that names= maps to "
-                f"{firsts[leaf]}. Leave it out with ignore=, or correct names=."
-            )
-    tensors = _names.arranged(stored, by_tensor, sizes, kept)
+    tensors = _names.arranged(stored, [one for one in sources if one.leaf not in kept], sizes)
     saved = {name: struct for name, (struct, _) in tensors.items()}
-    options = {"keep": keep, "ignore": ignore, "cast": cast, "theirs": firsts}
+    options = {"keep": keep, "ignore": ignore, "cast": cast}
+    options |= {"theirs": {one.leaf: one.tensor for one in reversed(sources)}}
+    options |= {"left_over": [name for name in stored if name not in by_tensor]}
     try:
         wanted = _matching.match(leaves, saved, path, shapes, **options)
     except ValueError as error:
-        if names or rename is not None or saved.keys() & sizes.keys():
+        if names or rename is not None or saved:
             raise
         raise ValueError(
-            f"{error} No tensor has the name of a parameter: the files have {some(saved)}, not "
-            f"{some(map(_dotted, sizes))}. Pass rename=, a function from their names to those, or "
-            "names=, a dict from these to theirs."
+            f"{error} No tensor has the name of a parameter: the files have {some(stored)}, not "
+            f"{some(by_tensor)}. Pass rename=, a function from their names to those, or names=, a "
+            "dict from these to theirs."
         ) from None
     # A check reads whole tensors. Processes that read parts of the same tensors share it.
-    used = {name for name, parts in by_tensor.items() if any(one.leaf in wanted for one in parts)}
-    used |= wanted.keys() - firsts.keys()
+    used = {one.tensor for one in sources if one.leaf in wanted}
     shardings = [_matching.stored_struct(value).sharding for value in wanted.values()]
     together = not all(sharding.is_fully_addressable for sharding in shardings)
-    _tensor_files.check([stored[name] for name in sorted(used & stored.keys())], together)
+    _tensor_files.check([stored[name] for name in sorted(used)], together)
     read = {name: _placed(tensors[name][1], value) for name, value in wanted.items()}
     return _matching.filled(params, read)
 
 
 def _tensors(
-    path: str,
-    rename: Callable[[str], str] | None,
-    by_tensor: Mapping[str, list[Source]],
-    sizes: Mapping[str, Shape],
+    path: str, rename: Callable[[str], str] | None, known: Container[str]
 ) -> dict[str, FileTensor]:
-    """Returns the tensors of the files, by the names of leaves and those in `names=`."""
-    mapped = {one.leaf for parts in by_tensor.values() for one in parts}
-    slashed = {_dotted(name): name for name in sizes if name not in mapped}
+    """Returns the tensors of the files by their names, after `rename`; paths get dots."""
     tensors: dict[str, FileTensor] = {}
     for file in _tensor_files.stored_files(path):
         for tensor in _tensor_files.read_file(file):
-            ours = tensor.name if rename is None else _renamed(rename, tensor.name)
-            ours = slashed.get(ours, ours)
-            if ours in tensors:
+            name = tensor.name if rename is None else rename
+            name = name(tensor.name) if callable(name) else name
+            if not isinstance(name, str):
+                raise TypeError(
+                    f"rename= makes {name!r} of {tensor.name!r}. Pass a function from each name in "
+                    "the files to a path in like=, a string; leave out tensors with ignore=."
+                )
+            name = dotted(name) if dotted(name) in known else name
+            if name in tensors:
                 raise ValueError(
-                    f"{tensor.name} in {file} is a second {ours}. Give each tensor its own name "
+                    f"{tensor.name} in {file} is a second {name}. Give each tensor its own name "
                     "with rename=."
                 )
-            tensors[ours] = tensor
+            tensors[name] = tensor
     return tensors
-
-
-def _check_export(params: PyTree, leaves: list[Leaf], most: object) -> None:
-    """Raises if there is nothing to export, or for a size that files cannot have."""
-    if not leaves:
-        raise ValueError(
-            f"there is nothing to export: you passed a {type(params).__name__} without "
-            "parameters. Pass a state, or a tree of parameters."
-        )
-    if not isinstance(most, int | float | np.number) or not most >= LEAST_FILE_BYTES:
-        raise ValueError(
-            f"max_file_bytes={most!r} must be a number from {LEAST_FILE_BYTES}, the bytes after "
-            "which a new file starts. 5e9 is 5 GB."
-        )
 
 
 def _check_masters(like: PyTree, wanted: Set[str]) -> None:
@@ -223,53 +205,23 @@ def _check_masters(like: PyTree, wanted: Set[str]) -> None:
         )
 
 
-def _renamed(rename: Callable[[str], str], name: str) -> str:
-    ours = rename(name) if callable(rename) else None
-    if not isinstance(ours, str):
-        made = f"returned {ours!r} for {name!r}"
-        made = made if callable(rename) else f"is a {type(rename).__name__}"
-        raise TypeError(
-            f"rename= {made}. Pass a function from each name in the files to a path in like=, a "
-            "string; leave out tensors with ignore=."
-        )
-    return ours
-
-
-def _mapped(by_tensor: Mapping[str, list[Source]]) -> set[str]:
-    """Returns the leaves in `names=`."""
-    return {one.leaf for parts in by_tensor.values() for one in parts}
-
-
-def _exported(sizes: Mapping[str, Shape], names: Names | None) -> dict[str, list[Source]]:
-    """Returns, by the name of each tensor, the parameters in it; those not in `names` as well."""
-    by_tensor = _names.sources({} if names is None else names, sizes)
-    mapped = _mapped(by_tensor)
-    for leaf in [name for name in sizes if name not in mapped]:
-        name = _dotted(leaf)
-        if name in by_tensor:
-            raise ValueError(f"{by_tensor[name][0].leaf} and {leaf} are both {name}. Rename one.")
-        by_tensor[name] = [_names.source(leaf, (), sizes[leaf])]
-    return by_tensor
-
-
-def _dotted(name: str) -> str:
-    return name.replace("/", ".")
-
-
-def _check_dtypes(by_tensor: Mapping[str, list[Source]], dtypes: Mapping[str, np.dtype]) -> None:
-    for leaf, dtype in dtypes.items():
-        if str(dtype) not in DTYPES.values():
-            raise TypeError(
-                f"{leaf} is {dtype}, which safetensors does not know. Cast it or leave it out."
-            )
+def _dtypes(
+    by_tensor: Mapping[str, list[Source]], values: Mapping[str, PyTree]
+) -> dict[str, np.dtype]:
+    """Returns the dtype of each tensor: a numpy array's own, even one that JAX would narrow."""
+    dtypes = {}
     for name, parts in by_tensor.items():
-        if len({dtypes[one.leaf] for one in parts}) > 1:
-            has = ", ".join(f"{one.leaf} ({dtypes[one.leaf]})" for one in parts)
-            raise TypeError(f"names= combines {has} in {name}. Cast them to one dtype.")
+        found = {one.leaf: _dtype(values[one.leaf]) for one in parts}
+        said = ", ".join(f"{leaf} is {dtype}" for leaf, dtype in found.items())
+        dtypes[name], *others = set(found.values())
+        if others:
+            raise TypeError(f"names= combines dtypes in {name}: {said}. Cast them to one dtype.")
+        if str(dtypes[name]) not in DTYPES.values():
+            raise TypeError(f"{said}, which safetensors does not know. Cast it or leave it out.")
+    return dtypes
 
 
 def _dtype(value: PyTree) -> np.dtype:
-    """Returns the dtype as stored: a numpy array's own, even one that JAX would narrow."""
     return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
 
 
