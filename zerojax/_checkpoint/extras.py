@@ -60,8 +60,8 @@ def pack(
 def saved_metrics(step: epath.Path) -> dict[str, float]:
     """Returns the metric that a step's directory was saved with; nothing if that is damaged."""
     try:
-        tree = _files.tree_in(step)
-        custom = json.loads((tree / _files.METADATA).read_bytes())["custom_metadata"]
+        file = (_files.tree_in(step) or step) / _files.METADATA
+        custom = json.loads(file.read_bytes())["custom_metadata"]
         return {name: float(value) for name, value in custom[OUR_KEY]["metrics"].items()}
     except (*_files.DAMAGE, OSError):
         return {}

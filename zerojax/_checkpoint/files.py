@@ -10,8 +10,8 @@ import base64
 import contextlib
 import errno
 import json
+import operator
 import os
-import pathlib
 import shutil
 import time
 import zlib
@@ -51,13 +51,6 @@ def tree_in(path: epath.Path) -> epath.Path | None:
         if any((directory / file).exists() for file in (METADATA, CHECKSUMS)):
             return directory
     return None
-
-
-def other_items(path: epath.Path) -> list[str]:
-    """Names the items that an Orbax manager saved beside the tree that `restore` reads."""
-    tree = tree_in(path)
-    items = () if tree == path else path.iterdir()
-    return sorted(entry.name for entry in items if entry.is_dir() and entry != tree)
 
 
 def is_complete(step: epath.Path) -> bool:
@@ -220,19 +213,13 @@ def only_writer(path: epath.Path, lock: epath.Path) -> Iterator[None]:
 
 
 def _check_shared(path: epath.Path, lock: epath.Path) -> None:
-    """Raises if other processes do not see the files of process 0: Orbax would wait for ever."""
+    """Raises if other processes do not see the lock of process 0: Orbax would wait for ever."""
     if jax.process_count() == 1 or "://" in str(path):
         return
-    token = int(multihost_utils.broadcast_one_to_all(np.int32(time.time_ns() % 2**31)))
-    mark = lock.with_name(f"{lock.name}-{token}")
-    if jax.process_index() == 0:
-        mark.touch()
     until = time.monotonic() + SEEN_WITHIN  # another host's file may take some seconds on NFS
-    while not mark.exists() and time.monotonic() < until:
+    while not lock.exists() and time.monotonic() < until:
         time.sleep(0.1)
-    seen = multihost_utils.process_allgather(np.asarray(mark.exists())).reshape(-1)
-    if jax.process_index() == 0:
-        mark.unlink()
+    seen = multihost_utils.process_allgather(np.asarray(lock.exists())).reshape(-1)
     if not seen.all():
         raise ValueError(
             f"{path} is not one directory: process {seen.argmin()} does not see the files that "
@@ -280,9 +267,7 @@ def _size_and_crc(file: epath.Path) -> list[int]:
 
 
 def _damage(directory: epath.Path, name: str, size: int, crc: int) -> str | None:
-    file, inside = directory / name, pathlib.PurePosixPath(name)
-    if inside.is_absolute() or ".." in inside.parts:
-        raise ValueError(f"{name} is outside of the checkpoint")
+    file = directory / name
     if not file.exists():
         return f"{file} is missing"
     now = _size_and_crc(file)
@@ -308,16 +293,13 @@ def drop_padding(directory: epath.Path, shapes: Mapping[str, Sequence[int]]) -> 
             prefix, after = f"{name}/", f"{name}0"  # "0" follows "/"
             for key in store.list(ts.KvStore.KeyRange(prefix, after)).result():
                 chunk = key.decode().removeprefix(prefix)
-                if chunk != HEADER and _starts_beyond(chunk, header["chunks"], shape):
+                if chunk == HEADER:
+                    continue
+                starts = map(operator.mul, map(int, chunk.split(".")), header["chunks"])
+                if any(map(operator.ge, starts, shape)):  # "2.0" starts beyond the end
                     del edited[key]
             edited[f"{name}/{HEADER}"] = json.dumps({**header, "shape": list(shape)}).encode()
     _replicate(directory / SHARDINGS, dims)
-
-
-def _starts_beyond(chunk: str, sizes: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a chunk with a name such as "2.0" starts beyond the end of an array."""
-    numbers = map(int, chunk.split("."))
-    return any(at * size >= end for at, size, end in zip(numbers, sizes, shape, strict=True))
 
 
 def _replicate(file: epath.Path, dims: Mapping[str, int]) -> None:

@@ -136,7 +136,7 @@ class Checkpoints:
         _save.agree("Checkpoints", self.directory, every=every, keep=keep, best=best, mode=mode)
         self._every, self._best, self._sign = every, best, 1 if mode == "max" else -1
         self._entered = self._checked = False
-        self._last: tuple | None = None  # the arguments of a `save` that was not due
+        self._last: tuple | None = None  # a step that was not due, with what belongs to it
         self._signalled = threading.Event()
         self._ahead: collections.deque[jax.Array] = collections.deque()  # an array of each step
         self._handler = _save.Handler()
@@ -165,7 +165,7 @@ class Checkpoints:
         """Saves the last step, like the end of a `with` block, and lets another writer in."""
         try:
             if self._last is not None:
-                self._save_last(*self._last)
+                self._save_last(self._last)
         finally:
             self._last = None
             self._finish()
@@ -223,11 +223,13 @@ class Checkpoints:
             state = _save.restore(path, like, keep=keep, ignore=ignore, cast=cast)
             extras = _save.read_extras(path, data=data)
             if extras.step is None:  # saved by another program, or by `zerojax.save` without step=
-                if others := _files.other_items(path):  # of an Orbax manager
+                tree = _files.tree_in(path)
+                items = [entry.name for entry in path.iterdir() if entry.is_dir() and entry != tree]
+                if items and tree != path:
                     warn(
                         f"zerojax did not write {path}: it reads the state, but not "
-                        f"{', '.join(others)} beside it. Read these with Orbax, and continue from "
-                        f"saved.step, {step}."
+                        f"{', '.join(sorted(items))} beside it. Read these with Orbax, and "
+                        f"continue from saved.step, {step}."
                     )
                 extras = dataclasses.replace(extras, step=step)
             return state, extras
@@ -280,7 +282,7 @@ class Checkpoints:
         item = (step, state, plan, metrics, rng, data, metadata)
         self._last = None if due else item
         if due:
-            self._write(*item, asked=not preempted)
+            self._write(item, asked=not preempted)
         if preempted or not self._entered:
             self.wait()
         if preempted:
@@ -288,16 +290,9 @@ class Checkpoints:
             raise Preempted(step)
         return due
 
-    def _write(
-        self,
-        step: int,
-        state: PyTree,
-        plan: Plan | None,
-        metrics: Mapping[str, SupportsFloat] | None,
-        *extras: PyTree,
-        asked: bool,
-    ) -> None:
+    def _write(self, item: tuple, asked: bool) -> None:
         """Begins to write a step. One that was not `asked` for may exist, or have no metrics."""
+        step, state, plan, metrics, *extras = item
         shapes = padded_shapes(state, plan)
         _save.agree("Checkpoints.save", self.directory, state, step=step, shapes=shapes)
         self.wait()
@@ -344,17 +339,17 @@ class Checkpoints:
                 "run its own directory."
             )
 
-    def _save_last(self, step: int, state: PyTree, *rest: PyTree) -> None:
+    def _save_last(self, item: tuple) -> None:
         """Saves the last step, which was not a multiple of `every`, at the end of the loop."""
-        if any(map(_refusals.is_gone, jax.tree.leaves((state, rest)))):
+        if any(map(_refusals.is_gone, jax.tree.leaves(item))):
             warn(
-                f"the last steps are not saved in {self.directory}: the state of step {step}, the "
-                "last that you passed to save, or its rng, was donated since. Call save after each "
-                "step."
+                f"the last steps are not saved in {self.directory}: the state of step {item[0]}, "
+                "the last that you passed to save, or its rng, was donated since. Call save after "
+                "each step."
             )
             return
-        _save.check_leaves(state)
-        self._write(step, state, *rest, asked=False)
+        _save.check_leaves(item[1])
+        self._write(item, asked=False)
 
     def _hold_back(self, state: PyTree) -> None:
         """Waits until the devices are at most AHEAD steps behind.
@@ -385,12 +380,10 @@ class Checkpoints:
 def _check_options(
     every: object, keep: object, best: object, mode: object, background: object
 ) -> None:
-    def positive(count: object) -> bool:
-        is_integer = isinstance(count, int | np.integer)
-        return is_integer and not isinstance(count, bool) and int(count) >= 1
-
+    counts = [every] if keep is None else [every, keep]
+    are_counts = all(isinstance(n, int | np.integer) and n is not True and n >= 1 for n in counts)
     known = isinstance(best, str | None) and mode in ("min", "max") and isinstance(background, bool)
-    if not known or not positive(every) or not (keep is None or positive(keep)):
+    if not (known and are_counts):
         raise ValueError(
             f"Checkpoints({every=}, {keep=}, {best=}, {mode=}, {background=}): every and keep must "
             "be positive integers (keep=None keeps all); best must be the name of one of save's "

@@ -174,12 +174,6 @@ def laundered(value: jax.Array, like: PyTree) -> jax.Array:
     return copied
 
 
-def made_empty(like: PyTree) -> jax.Array:
-    """Makes an array without elements, which no file has."""
-    struct = stored_struct(like)
-    return laundered(jnp.zeros(struct.shape, struct.dtype, device=struct.sharding), like)
-
-
 def stored_struct(value: PyTree) -> jax.ShapeDtypeStruct:
     """Returns shape, dtype and sharding as stored: for a PRNG key, those of its words."""
     struct = _state.shape_dtype(value)

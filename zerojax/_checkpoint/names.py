@@ -65,8 +65,12 @@ def dotted(name: str) -> str:
     return name.replace("/", ".")
 
 
-def source(tensor: str, leaf: str, index: tuple[int, ...], shape: Shape, text: str) -> Source:
-    """Reads a layout such as "(heads dim) in -> in heads dim"."""
+def source(
+    tensor: str, leaf: str, index: tuple[int, ...], shape: Shape, text: str | None = None
+) -> Source:
+    """Reads a layout such as "(heads dim) in -> in heads dim"; None is an unchanged tensor."""
+    if text is None:
+        return Source(tensor, leaf, index, shape, shape, (0, 1), 1, whole)
     theirs, arrow, right = text.partition("->")
     groups = [(inside or one).split() for inside, one in GROUP.findall(theirs)]
     axes, ours = list(itertools.chain(*groups)), right.split()
@@ -124,8 +128,7 @@ def sources(names: Names, shapes: Mapping[str, Shape]) -> dict[str, list[Source]
             for one in _sources_of(leaf, entry, match.groups(), shapes[leaf]):
                 by_tensor[one.tensor].append(one)
     for leaf in [leaf for leaf in shapes if leaf not in taken]:
-        one = Source(dotted(leaf), leaf, (), shapes[leaf], shapes[leaf], (0, 1), 1, whole)
-        by_tensor[one.tensor].append(one)
+        by_tensor[dotted(leaf)].append(source(dotted(leaf), leaf, (), shapes[leaf]))
     for name, parts in by_tensor.items():
         have, of = sorted(one.part for one in parts), parts[0].part[1]
         alike = len({(one.full, one.outer) for one in parts}) == 1
@@ -175,11 +178,7 @@ def _sources_of(
             f"or a first dimension counts, and {leaf} is {list(shape)}. Write as many."
         )
     for index in np.ndindex(*shape[:stacked]):
-        tensor, inner = name.format(*numbers, *index), shape[stacked:]
-        if text is None:
-            yield Source(tensor, leaf, index, inner, inner, (0, 1), 1, whole)
-        else:
-            yield source(tensor, leaf, index, inner, text)
+        yield source(name.format(*numbers, *index), leaf, index, shape[stacked:], text)
 
 
 def arranged(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -150,17 +151,17 @@ def restore(
     directory, tree, _ = _opened(target)
     leaves = _state.named_leaves(like)
     saved = _matching.saved_leaves(tree)
-    # Files have no arrays without elements (`save_args`).
-    empty = {
-        leaf.name: _matching.made_empty(leaf.value)
-        for leaf in leaves
-        if leaf.name not in saved and not _matching.nbytes(leaf.value)
-    }
-    leaves = [leaf for leaf in leaves if leaf.name not in empty]
+    values = {}
+    for leaf in leaves:  # files have no arrays without elements (`save_args`)
+        if leaf.name not in saved and not _matching.nbytes(leaf.value):
+            struct = _matching.stored_struct(leaf.value)
+            zeros = jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)
+            values[leaf.name] = _matching.laundered(zeros, leaf.value)
+    leaves = [leaf for leaf in leaves if leaf.name not in values]
     wanted = _matching.match(leaves, saved, directory, shapes, **options)
     handler = Handler(restore_concurrent_gb=_concurrent_gb(like))
-    read = _matching.read(handler, directory, tree, wanted)
-    return _matching.filled(like, read | empty)
+    values |= _matching.read(handler, directory, tree, wanted)
+    return _matching.filled(like, values)
 
 
 def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:

@@ -6,6 +6,7 @@ import socket
 import traceback
 import weakref
 from collections.abc import Callable
+from concurrent import futures
 from typing import TypeVar
 
 from jax.extend import backend
@@ -56,11 +57,11 @@ def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
             "zerojax.initialize(elastic=True), before anything asks for devices."
         )
     for start in itertools.count():
-        failure, result = _attempt(train)
+        outcome = _attempt(train)
         if run.num_processes == 1:
-            return _ended(failure, result)
+            return outcome.result()
         clients = [weakref.ref(client) for client in backend.backends().values()]
-        if failure is not None:
+        if failure := outcome.exception():
             # This frees all arrays and closes the connections to other processes. Their collectives
             # then fail too: they may wait for this process, not for the lost one.
             for error in _processes.chain(failure):
@@ -69,31 +70,26 @@ def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
         left, one_failed = _meet(RAISED if failure else DONE)
         # All are here, or all were done, or one ended with its own error.
         if len(left) == run.num_processes or not one_failed or _processes.told():
-            return _ended(failure, result)
+            return outcome.result()
         if len(left) < at_least:
             raise RuntimeError(
                 f"elastic: {len(left)} of {run.num_processes} processes are left, but "
                 f"at_least={at_least}."
             ) from failure
-        del failure, result
+        del failure, outcome
         _join_again(left, start, clients)
     raise AssertionError("unreachable")
 
 
-def _attempt(train: Callable[[], Result]) -> tuple[Exception | None, list[Result]]:
-    """Runs `train`; its result is in a list, so that nothing else holds it."""
+def _attempt(train: Callable[[], Result]) -> futures.Future[Result]:
+    outcome = futures.Future()
     try:
-        return None, [train()]
+        outcome.set_result(train())
     except Exception as error:
         if not _processes.may_be_of_a_loss(error):
             raise
-        return error, []
-
-
-def _ended(failure: Exception | None, result: list[Result]) -> Result:
-    if failure is not None:
-        raise failure
-    return result[0]
+        outcome.set_exception(error)
+    return outcome
 
 
 def forget_devices(clients: list[weakref.ref]) -> None:

@@ -259,19 +259,17 @@ class Streams:
 def without_objects(rng: PyTree) -> PyTree:
     """Returns the argument after the batch, with `Streams` in place of objects."""
 
-    def taken_out(value: PyTree) -> PyTree:
-        if not _is_streams(value):
-            return value
-        leaves, treedef = jax.tree.flatten(value)
+    def flat(streams: PyTree) -> Streams:
+        leaves, treedef = jax.tree.flatten(streams)
         return Streams(list(map(_scalars, leaves)), treedef)
 
-    return jax.tree.map(taken_out, rng, is_leaf=_is_streams)
+    return jax.tree.map(lambda x: flat(x) if _is_streams(x) else x, rng, is_leaf=_is_streams)
 
 
 def with_objects(rng: PyTree) -> PyTree:
     def put_back(value: PyTree) -> PyTree:
-        is_one = isinstance(value, Streams)
-        return value.treedef.unflatten(map(_stacked, value.scalars)) if is_one else value
+        is_flat = isinstance(value, Streams)
+        return value.treedef.unflatten(map(_stacked, value.scalars)) if is_flat else value
 
     return jax.tree.map(put_back, rng, is_leaf=lambda value: isinstance(value, Streams))
 
