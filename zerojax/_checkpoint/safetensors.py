@@ -17,9 +17,9 @@ from zerojax._checkpoint import (
     tensor_files as _tensor_files,
 )
 from zerojax._checkpoint.names import Names, Source, dotted
-from zerojax._checkpoint.tensor_files import DTYPES, FileTensor, some
+from zerojax._checkpoint.tensor_files import DTYPES, FileTensor, Written, some
 from zerojax._plan import move as _move
-from zerojax._plan.padding import Shape, padded, padded_param_shapes, unpadded
+from zerojax._plan.padding import padded, padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import MasterState
 from zerojax._state import refusals as _refusals, state as _state
@@ -71,9 +71,7 @@ def export_safetensors(
     values = {leaf.name: leaf.value for leaf in leaves}
     sizes = {name: shapes.get(name, np.shape(value)) for name, value in values.items()}
     by_tensor = _names.sources({} if names is None else names, sizes)
-    dtypes = _dtypes(by_tensor, values)
-    tensors = {name: (parts[0].full, dtypes[name]) for name, parts in by_tensor.items()}
-    full = functools.partial(_full, tensors, by_tensor, values)
+    tensors = _exported(by_tensor, values)
     first = jax.process_index() == 0
     target = _save.absolute(path)
     parts = target.parent / f"{target.name}.unfinished"
@@ -81,7 +79,7 @@ def export_safetensors(
         _files.remove([parts])  # of an export that was killed
         if first:
             os.makedirs(parts)
-        _tensor_files.write(os.fspath(parts), tensors, full, max_file_bytes)
+        _tensor_files.write(os.fspath(parts), tensors, max_file_bytes)
         if first:
             os.rename(parts, target)
         _files.raise_together(None)  # no process continues before the files are there
@@ -128,20 +126,17 @@ def import_safetensors(
         >>> print(params["proj"]["kernel"].addressable_shards[0].data.shape)
         (4, 8, 16)
     """
-    if isinstance(like, Plan):
-        params = _state.get_params(like.abstract())
-        shapes = padded_param_shapes(params, None, like)
-    else:
-        params = _state.params_in(like)
-        shapes = padded_param_shapes(params, like)
+    plan, state = (like, None) if isinstance(like, Plan) else (None, like)
+    params = _state.params_in(state) if plan is None else _state.get_params(plan.abstract())
+    shapes = padded_param_shapes(params, state, plan)
     leaves = _state.named_leaves(params)
     sizes = {leaf.name: shapes.get(leaf.name, np.shape(leaf.value)) for leaf in leaves}
     by_tensor = _names.sources({} if names is None else names, sizes)
     sources = [one for parts in by_tensor.values() for one in parts]
     stored = _tensors(os.fspath(_save.absolute(path)), rename, by_tensor)
     kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
-    if not isinstance(like, Plan):
-        _check_masters(like, sizes.keys() - kept)
+    if plan is None:
+        _check_masters(state, sizes.keys() - kept)
     tensors = _names.arranged(stored, [one for one in sources if one.leaf not in kept], sizes)
     saved = {name: struct for name, (struct, _) in tensors.items()}
     options = {"keep": keep, "ignore": ignore, "cast": cast}
@@ -205,40 +200,38 @@ def _check_masters(like: PyTree, wanted: Set[str]) -> None:
         )
 
 
-def _dtypes(
+def _exported(
     by_tensor: Mapping[str, list[Source]], values: Mapping[str, PyTree]
-) -> dict[str, np.dtype]:
-    """Returns the dtype of each tensor: a numpy array's own, even one that JAX would narrow."""
-    dtypes = {}
+) -> dict[str, Written]:
+    tensors = {}
     for name, parts in by_tensor.items():
-        found = {one.leaf: _dtype(values[one.leaf]) for one in parts}
-        said = ", ".join(f"{leaf} is {dtype}" for leaf, dtype in found.items())
-        dtypes[name], *others = set(found.values())
+        dtypes = {one.leaf: _dtype(values[one.leaf]) for one in parts}
+        said = ", ".join(f"{leaf} is {dtype}" for leaf, dtype in dtypes.items())
+        dtype, *others = set(dtypes.values())
         if others:
             raise TypeError(f"names= combines dtypes in {name}: {said}. Cast them to one dtype.")
-        if str(dtypes[name]) not in DTYPES.values():
+        if str(dtype) not in DTYPES.values():
             raise TypeError(f"{said}, which safetensors does not know. Cast it or leave it out.")
-    return dtypes
+        struct = jax.ShapeDtypeStruct(parts[0].full, dtype)
+        tensors[name] = struct, functools.partial(_assembled, struct, parts, values)
+    return tensors
 
 
 def _dtype(value: PyTree) -> np.dtype:
+    """Returns the dtype as stored: a numpy array's own, even one that JAX would narrow."""
     return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
 
 
-def _full(
-    tensors: Mapping[str, tuple[Shape, np.dtype]],
-    by_tensor: Mapping[str, list[Source]],
-    values: Mapping[str, PyTree],
-    name: str,
+def _assembled(
+    struct: jax.ShapeDtypeStruct, parts: list[Source], values: Mapping[str, PyTree]
 ) -> np.ndarray:
-    """Returns a tensor, assembled from its parts."""
-    (shape, dtype), parts = tensors[name], by_tensor[name]
+    """Returns a tensor of its parts; only one layer of a stack is on the host at a time."""
     if parts[0].view is _names.whole and not parts[0].index:
-        return unpadded(_move.to_host(values[parts[0].leaf]), shape)
-    tensor = np.empty(shape, dtype)
+        return unpadded(_move.to_host(values[parts[0].leaf]), struct.shape)
+    tensor = np.empty(struct.shape, struct.dtype)
     for one in parts:
         layer = values[one.leaf]
-        if one.index:  # the devices slice it, so that only a layer travels to the host
+        if one.index:  # the devices slice it
             cut = _sliced if isinstance(layer, jax.Array) else operator.getitem
             layer = cut(layer, one.index)
         one.view(tensor)[...] = unpadded(_move.to_host(layer), one.shape)

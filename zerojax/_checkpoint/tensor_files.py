@@ -13,14 +13,13 @@ import os
 import pathlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from zerojax._checkpoint import files as _files
-from zerojax._types import Shape
 
 DTYPES = {f"F{bits}": f"float{bits}" for bits in (64, 32, 16)}
 DTYPES |= {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"}
@@ -29,6 +28,10 @@ DTYPES |= {f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)}
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 10**8  # as in the safetensors package
 CHECKSUM = "crc32:"  # before a tensor's name in the metadata
+
+
+# A tensor to write: its shape and dtype, and a function that returns its value.
+Written: TypeAlias = tuple[jax.ShapeDtypeStruct, Callable[[], np.ndarray]]
 
 
 class FileTensor(NamedTuple):
@@ -40,18 +43,10 @@ class FileTensor(NamedTuple):
     checksum: str | None
 
 
-def write(
-    directory: str,
-    tensors: Mapping[str, tuple[Shape, np.dtype]],
-    full: Callable[[str], np.ndarray],
-    most: float,
-) -> None:
-    """Writes files of `most` bytes and their index, in process 0; all processes call it.
-
-    `full` returns the value of a tensor when its turn comes.
-    """
+def write(directory: str, tensors: Mapping[str, Written], most: float) -> None:
+    """Writes files of `most` bytes and their index, in process 0; all processes call it."""
     first = jax.process_index() == 0
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
+    sizes = {name: _nbytes(struct) for name, (struct, _) in tensors.items()}
     files = list(_files.grouped(tensors, sizes.__getitem__, most))
     weight_map = {}
     for number, group in enumerate(files, 1):
@@ -60,31 +55,29 @@ def write(
         file = os.path.join(directory, name)
         try:
             with open(file if first else os.devnull, "wb") as opened:
-                _write_file(opened, {name: tensors[name] for name in group}, full, first)
+                _write_file(opened, {name: tensors[name] for name in group}, first)
         except OSError as error:  # a full disk, say; Python does not name the file
             raise OSError(error.errno, f"{error.strerror}; {file} is not complete") from error
     if first:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        with open(os.path.join(directory, INDEX), "w") as opened:
-            json.dump(index, opened)
+        pathlib.Path(directory, INDEX).write_text(json.dumps(index))
 
 
-def _write_file(
-    file: IO[bytes],
-    tensors: Mapping[str, tuple[Shape, np.dtype]],
-    full: Callable[[str], np.ndarray],
-    first: bool,
-) -> None:
+def _nbytes(struct: jax.ShapeDtypeStruct) -> int:
+    return struct.size * struct.dtype.itemsize
+
+
+def _write_file(file: IO[bytes], tensors: Mapping[str, Written], first: bool) -> None:
     kinds = {dtype: kind for kind, dtype in DTYPES.items()}
     entries: dict[str, object] = {}
     sums, end = dict.fromkeys(tensors, 0), 0
-    for name, (shape, dtype) in tensors.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        kind, offsets = kinds[str(dtype)], [start, end]
-        entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": offsets}
+    for name, (struct, _) in tensors.items():
+        start, end = end, end + _nbytes(struct)
+        entry = {"dtype": kinds[str(struct.dtype)], "shape": [*struct.shape]}
+        entries[name] = entry | {"data_offsets": [start, end]}
     file.write(_header(entries, sums))
-    for name in tensors:
-        value = full(name)  # in every process: each has a part of it
+    for name, (_, make) in tensors.items():
+        value = make()  # in every process: each has a part of it
         # An array without its padding may not be contiguous. The host copies only a row at a time.
         rows = [value] if value.flags.c_contiguous else map(np.ascontiguousarray, value)
         for row in rows if first else ():
