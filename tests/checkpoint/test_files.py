@@ -105,7 +105,7 @@ def test_a_write_that_fails_names_the_file_and_takes_nothing_with_it(tmp_path):
         left = sorted(p.name for p in (*tmp_path.iterdir(), *(tmp_path / "loop").iterdir()))
         assert left == [".lock", "1", "loop"]
         assert {p: p.read_bytes() for p in files_of(tmp_path / "loop" / "1")} == before
-        with pytest.raises(ValueError, match="step 1 is saved"):
+        with pytest.raises(ValueError, match="/1 exists, and nothing is overwritten"):
             checkpoints.save(1, large)
         checkpoints.save(2, large)  # with room again, it goes on
         checkpoints.wait()

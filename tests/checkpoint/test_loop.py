@@ -210,7 +210,7 @@ def test_steps_and_states_that_cannot_be_saved(tmp_path):
         checkpoints.save(np.int64(4), STATE)
         checkpoints.wait()
         assert [type(n) for n in checkpoints.steps()] == [int, int]
-        with pytest.raises(ValueError, match=r"step 4 is saved .* already.*resume\(\)"):
+        with pytest.raises(ValueError, match=r"/4 exists, and nothing is overwr.*resume\(\)"):
             checkpoints.save(4, STATE)
     with pytest.raises(ValueError, match=r"step 5 cannot be saved: .*closed. Save inside their"):
         checkpoints.save(5, STATE)
@@ -248,7 +248,7 @@ def test_a_directory_named_like_a_step_is_none(tmp_path):
     with zerojax.Checkpoints(tmp_path, keep=2) as checkpoints:
         assert checkpoints.steps() == [1] and checkpoints.resume(STATE)[1].step == 1
         for n in (8, 9):
-            with pytest.raises(ValueError, match=rf"/{n} is not a checkpoint, and noth.*Remove it"):
+            with pytest.raises(ValueError, match=rf"/{n} exists, and nothing is ov.*, remove this"):
                 checkpoints.save(n, STATE)
         checkpoints.save(7, STATE)
         checkpoints.wait()

@@ -321,10 +321,10 @@ class Checkpoints:
 
     def _check_free(self, step: int, is_there: bool) -> None:
         path = self.directory / str(step)
-        if is_there:
+        if is_there or path.is_file() or any(path.glob("*")):
             raise ValueError(
-                f"step {step} is saved in {self.directory} already, and nothing is overwritten. "
-                "Continue from the newest with resume(), or give this run its own directory."
+                f"{path} exists, and nothing is overwritten. Continue from the newest checkpoint "
+                "with resume(), remove this one, or give this run its own directory."
             )
         if self._earlier is not None and step <= self._earlier:
             raise ValueError(
@@ -332,11 +332,6 @@ class Checkpoints:
                 f"{self._earlier}, that was not resumed, and keep= would replace its checkpoints "
                 "by those of this one. Continue it with resume(), or give this run its own "
                 "directory."
-            )
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ValueError(
-                f"{path} is not a checkpoint, and nothing is overwritten. Remove it, or give this "
-                "run its own directory."
             )
 
     def _save_last(self, item: tuple) -> None:

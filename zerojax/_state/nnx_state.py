@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx, struct
+from flax import nnx
 from flax.core import spmd
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax import _compat
 from zerojax._state import carried as _carried, patches as _patches
 from zerojax._state.state import OTHER, PARAMS
-from zerojax._types import PyTree, Shape, TreeDef
+from zerojax._types import PyTree, Shape
 
 
 class State(TrainState):
@@ -244,34 +244,29 @@ def _show_logical(model: nnx.Module, plan: Any) -> None:
 STREAMS = nnx.Rngs | nnx.RngStream
 
 
-@struct.dataclass
-class Streams:
-    """A `nnx.Rngs` without objects.
+def without_objects(rng: PyTree) -> PyTree:
+    """Returns the argument after the batch with a pair, a graphdef and its values, for `nnx.Rngs`.
 
-    Each key and count is a scalar here. A step would split the arrays of forked streams over the
+    Each key and count is a scalar in it. A step would split the arrays of forked streams over the
     devices, like the batch. It folds a scalar key for each device, and leaves a scalar count.
     """
 
-    scalars: list[PyTree]
-    treedef: TreeDef = struct.field(pytree_node=False)
+    def pair(streams: PyTree) -> tuple[nnx.GraphDef, PyTree]:
+        graphdef, values = nnx.split(streams)
+        return graphdef, jax.tree.map(_scalars, nnx.as_pure(values))
 
-
-def without_objects(rng: PyTree) -> PyTree:
-    """Returns the argument after the batch, with `Streams` in place of objects."""
-
-    def flat(streams: PyTree) -> Streams:
-        leaves, treedef = jax.tree.flatten(streams)
-        return Streams(list(map(_scalars, leaves)), treedef)
-
-    return jax.tree.map(lambda x: flat(x) if _is_streams(x) else x, rng, is_leaf=_is_streams)
+    return jax.tree.map(lambda x: pair(x) if _is_streams(x) else x, rng, is_leaf=_is_streams)
 
 
 def with_objects(rng: PyTree) -> PyTree:
-    def put_back(value: PyTree) -> PyTree:
-        is_flat = isinstance(value, Streams)
-        return value.treedef.unflatten(map(_stacked, value.scalars)) if is_flat else value
+    def is_pair(value: PyTree) -> bool:
+        return isinstance(value, tuple) and isinstance(next(iter(value), None), nnx.GraphDef)
 
-    return jax.tree.map(put_back, rng, is_leaf=lambda value: isinstance(value, Streams))
+    def merged(graphdef: nnx.GraphDef, scalars: PyTree) -> PyTree:
+        values = jax.tree.map(_stacked, scalars, is_leaf=lambda x: isinstance(x, tuple))
+        return nnx.merge(graphdef, values)
+
+    return jax.tree.map(lambda x: merged(*x) if is_pair(x) else x, rng, is_leaf=is_pair)
 
 
 def stream_variables(rng: PyTree, kind: type[nnx.RngState]) -> list[PyTree]:
