@@ -147,27 +147,19 @@ def has_numbers(value: PyTree) -> bool:
     return dtype.kind not in "OSUMm" and dtype.type not in (np.void, np.longdouble, np.clongdouble)
 
 
-def _is_accepted(value: PyTree) -> bool:
-    try:
-        jax.eval_shape(lambda x: x, value)
-    except TypeError:
-        return False
-    return True
-
-
-def check_arrays(tree: PyTree, name: str, accepts: Callable[[PyTree], bool] = _is_accepted) -> None:
-    """Raises for leaves that JAX does not accept as arrays."""
+def check_values(tree: PyTree, name: str = "state", or_shapes: bool = False) -> None:
+    """Raises for leaves that are not numbers, or shapes of them."""
     for leaf in _state.leaves_with_paths(tree):
-        if not accepts(leaf.value):
+        is_shape = or_shapes and isinstance(leaf.value, jax.ShapeDtypeStruct)
+        if not (is_shape or has_numbers(leaf.value)):
             raise TypeError(
                 f"{where(name, leaf)} is a {_kind(leaf.value)}, which JAX does not accept as an "
                 f"array. Convert it to a numpy array of numbers, or leave it out of the {name}."
             )
 
 
-def check_values(tree: PyTree, name: str = "state") -> None:
-    """Raises for leaves that are not numbers."""
-    check_arrays(tree, name, has_numbers)
+def check_arrays(tree: PyTree, name: str) -> None:
+    check_values(tree, name, or_shapes=True)
 
 
 def knowing_dtypes(cls: type[T]) -> type[T]:
