@@ -22,7 +22,7 @@ def of_shapes(tree: PyTree) -> str:
 
 
 def of_values(named: Iterable[tuple[str, PyTree]]) -> dict[str, str]:
-    """Returns a text for each value; see `of_value`."""
+    """Returns the text of each value; see `of_value`."""
     values = dict(named)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         sums = threads.map(of_value, values.values())
@@ -30,9 +30,9 @@ def of_values(named: Iterable[tuple[str, PyTree]]) -> dict[str, str]:
 
 
 def of_value(value: PyTree) -> str:
-    """Returns the number in a value, or a checksum of many.
+    """Returns the number in a value, or a checksum of several.
 
-    Where other processes have other parts of the value, only its type can be the same.
+    If other processes have other parts of the value, only its type can be the same.
     """
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         if not value.is_fully_replicated:
@@ -47,7 +47,7 @@ def of_value(value: PyTree) -> str:
 
 
 def of_program(closed: jex_core.ClosedJaxpr) -> str:
-    """Returns a jaxpr, one equation a line, with all that must be the same in every process."""
+    """Returns a jaxpr, one equation a line, with everything that must agree between processes."""
     return "\n".join(_lines(closed.jaxpr, closed.consts, ""))
 
 
@@ -63,11 +63,12 @@ def _lines(jaxpr: jex_core.Jaxpr, consts: Sequence[ArrayLike], indent: str) -> I
 
     for eqn in jaxpr.eqns:
         inner = _compat.closed_jaxprs(eqn)
-        given = sorted((key, show(value)) for key, value in eqn.params.items() if value is not None)
-        read, made = (" ".join(map(name, atoms)) for atoms in (eqn.invars, eqn.outvars))
+        params = sorted((k, show(value)) for k, value in eqn.params.items() if value is not None)
+        shown = " ".join(f"{key}={text}" for key, text in params)
+        inputs, outputs = (" ".join(map(name, atoms)) for atoms in (eqn.invars, eqn.outvars))
         types = " ".join(str(var.aval) for var in eqn.outvars)
-        scope, params = eqn.source_info.name_stack, " ".join(f"{k}={v}" for k, v in given)
-        yield f"{indent}{scope} {made}:{types} = {eqn.primitive.name} {read} {params}"
+        scope = eqn.source_info.name_stack
+        yield f"{indent}{scope} {outputs}:{types} = {eqn.primitive.name} {inputs} {shown}"
         for one, its_consts in inner:
             yield from _lines(one, its_consts, indent + "  ")
     yield f"{indent}return " + " ".join(map(name, jaxpr.outvars))
@@ -77,12 +78,12 @@ PLAIN = (type(None), bool, int, float, complex, str, np.dtype, enum.Enum, Partit
 
 
 def show(value: object) -> str:
-    """Returns an equation's parameter as text: only the type where it is a function, say."""
+    """Returns an equation's parameter as text; for a function, say, only its type."""
     if isinstance(value, PLAIN):
         return str(value)
     if isinstance(value, tuple | list):
         return f"({', '.join(map(show, value))})"
-    if isinstance(value, set | frozenset):  # whose order differs from process to process
+    if isinstance(value, set | frozenset):  # their order differs between processes
         return f"{{{', '.join(sorted(map(show, value)))}}}"
     if isinstance(value, NamedSharding):
         return f"{value.spec} over {show(value.mesh)}"

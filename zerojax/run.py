@@ -1,4 +1,4 @@
-"""Several processes: how they start, share the data, speak once, and go on or end together."""
+"""Several processes: how they start, share the data, print once, and continue or end together."""
 
 from zerojax._loss.batch import process_slice
 from zerojax._run.elastic import elastic

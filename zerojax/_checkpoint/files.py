@@ -59,7 +59,7 @@ def is_complete(step: epath.Path) -> bool:
 
 
 def nothing_at(path: epath.Path) -> str:
-    """Returns the error for a path without a tree; it says how to open what is there instead."""
+    """Returns the error for a path without a tree, and how to open the files that it has."""
     if path.exists() and (path.suffix == ".safetensors" or any(path.glob("*.safetensors"))):
         return (
             f"{path} has safetensors, not a checkpoint. Pass it to "
@@ -109,7 +109,7 @@ def write_checksums(directory: epath.Path) -> None:
 
 
 def check_files(directory: epath.Path, only: str | None = None) -> None:
-    """Raises where a file, or the one named `only`, has changed. Processes share the reading."""
+    """Raises if a file, or the one named `only`, has changed. Processes share the reading."""
     listing = directory / CHECKSUMS
     wrong = None
     try:
@@ -229,7 +229,7 @@ def _check_shared(path: epath.Path, lock: epath.Path) -> None:
 
 
 def _lock(name: str) -> int | None:
-    """Returns a descriptor of the locked file, or None where another process has the lock."""
+    """Returns a descriptor of the locked file, or None if another process has the lock."""
     import fcntl  # not on every system that can import zerojax
 
     file = os.open(name, os.O_CREAT | os.O_RDWR, 0o666)

@@ -145,10 +145,10 @@ def restore(
     like = like if plan is None else plan.abstract()
     shapes = padded_shapes(like, plan)
     target = absolute(path)
-    is_there = _files.tree_in(target) is not None  # False where the file system is not shared
+    is_there = _files.tree_in(target) is not None  # False if the file system is not shared
     options: dict[str, Any] = {"keep": keep, "ignore": ignore, "cast": cast}
     agree("zerojax.restore", target, like, found=is_there, shapes=shapes, **options)
-    directory, tree, _ = _opened(target)
+    directory, tree, _ = _checked(target)
     leaves = _state.named_leaves(like)
     saved = _matching.saved_leaves(tree)
     values = {}
@@ -178,11 +178,11 @@ def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
         >>> print(extras.step, extras.metadata)
         100 {'run': 'first'}
     """
-    _, _, custom = _opened(absolute(path), only=_files.METADATA)
+    _, _, custom = _checked(absolute(path), only=_files.METADATA)
     return _extras.unpack(custom, path, data=data)
 
 
-def _opened(
+def _checked(
     path: epath.Path, only: str | None = None
 ) -> tuple[epath.Path, PyTree, dict[str, PyTree]]:
     """Returns the directory of a tree, the tree, and the metadata saved with it.
@@ -265,7 +265,7 @@ def save_args(
         return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype)
 
     arrays = _without_partials(jax.tree.map(as_array, state))
-    jax.block_until_ready(arrays)  # a step that failed raises here, before any file is made
+    jax.block_until_ready(arrays)  # a step that failed raises here, before any file exists
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), arrays)
     handler.shapes = {
         keystr(leaf.path, simple=True, separator="."): shapes[leaf.name]

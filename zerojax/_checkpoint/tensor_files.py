@@ -54,8 +54,8 @@ def write(directory: str, tensors: Mapping[str, Written], most: float) -> None:
         weight_map |= dict.fromkeys(group, name)
         file = os.path.join(directory, name)
         try:
-            with open(file if first else os.devnull, "wb") as opened:
-                _write_file(opened, {name: tensors[name] for name in group}, first)
+            with open(file if first else os.devnull, "wb") as target:
+                _write_file(target, {name: tensors[name] for name in group}, first)
         except OSError as error:  # a full disk, say; Python does not name the file
             raise OSError(error.errno, f"{error.strerror}; {file} is not complete") from error
     if first:
@@ -120,11 +120,11 @@ def stored_files(path: str) -> list[str]:
 def read_file(file: str) -> list[FileTensor]:
     """Returns the tensors of a file."""
     try:
-        with open(file, "rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
+        with open(file, "rb") as source:
+            length = int.from_bytes(source.read(8), "little")
             if length > min(MOST_HEADER_BYTES, os.path.getsize(file)):
                 raise ValueError(f"a header of {length} bytes")
-            header = json.loads(opened.read(length))
+            header = json.loads(source.read(length))
         sum_of = header.pop("__metadata__", {}).get
         data = np.memmap(file, np.uint8, mode="r")[8 + length :]
         return [

@@ -150,7 +150,7 @@ class _SharedEnd:
             return
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one failed before
             store.key_value_set(FAILED, f"process {me} raised {kind.__name__}: {error}")
-        first = told()
+        first = first_failure()
         if first and not first.startswith(f"process {me} "):
             say(f"before that, {first}")
 
@@ -214,7 +214,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def told() -> str | None:
+def first_failure() -> str | None:
     """Returns the message of a process of this run that raised, if one did."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         return _compat.shared_store().key_value_try_get(FAILED)
