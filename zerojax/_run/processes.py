@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -65,16 +64,15 @@ def initialize(
         return jax.process_count()
     if elastic:
         jax.config.update("jax_enable_recoverability", True)
-    _AGAIN.update(
-        local_device_ids=local_device_ids, heartbeat_timeout_seconds=heartbeat_timeout_seconds
-    )
+    timeout = {"heartbeat_timeout_seconds": heartbeat_timeout_seconds}
+    _AGAIN.update(timeout, local_device_ids=local_device_ids)
     named = {"coordinator_address": coordinator_address, "num_processes": num_processes}
     named |= {"process_id": process_id, "local_device_ids": local_device_ids}
     run: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if not run and "WORLD_SIZE" in os.environ:
         run = _from_environment(os.environ)
     try:
-        jax.distributed.initialize(**run, heartbeat_timeout_seconds=heartbeat_timeout_seconds)
+        jax.distributed.initialize(**run, **timeout)
     except ValueError as error:
         if run or _compat.NO_CLUSTER not in str(error):
             raise
@@ -140,9 +138,7 @@ class _SharedEnd:
         self.listener.start()
         atexit.register(self.leave)  # runs before JAX's own exit, which was registered earlier
 
-    def tell(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def tell(self, kind: type, error: BaseException, trace: Any) -> None:
         self.failed.set()
         self.show(kind, error, trace)
         store, me = _compat.shared_store(), _compat.run_of_processes().process_id
