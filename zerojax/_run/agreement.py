@@ -4,7 +4,6 @@ import collections
 import contextlib
 import hashlib
 import json
-import math
 import platform
 import sys
 import zlib
@@ -92,10 +91,10 @@ def _difference_between(members: Sequence[int], call: str, said: dict[str, str])
     return _read(f"{now}/difference", first, call)
 
 
-def _read(key: str, process: int, call: str, most: float = math.inf) -> str:
+def _read(key: str, process: int, call: str) -> str:
     """Returns the value that `process` writes, whenever that is: it may still load its data.
 
-    It raises after `most` seconds, or when the process no longer says that it is alive.
+    It raises when the process no longer says that it is alive.
     """
     waited, quiet, beat = 0, 0, None
     while True:
@@ -105,7 +104,7 @@ def _read(key: str, process: int, call: str, most: float = math.inf) -> str:
             last, beat = beat, _beat_of(process)
             quiet = quiet + PATIENCE if beat is not None and beat == last else 0
             waited += PATIENCE
-            if _compat.TIMEOUT not in str(error) or quiet >= LOST or waited >= most:
+            if _compat.TIMEOUT not in str(error) or quiet >= LOST:
                 raise
         print(
             f"zerojax: process {_compat.run_of_processes().process_id} has waited {waited} s in "
@@ -115,14 +114,14 @@ def _read(key: str, process: int, call: str, most: float = math.inf) -> str:
         )
 
 
-def wait_for_all(*, key: str, timeout_ms: int) -> None:
-    """Waits until all processes are here; raises when one is no longer alive."""
+def wait_for_all(*, key: str, **_: object) -> None:
+    """Waits until all processes are here, for Orbax; raises when one is no longer alive."""
     run, here = _compat.run_of_processes(), f"zerojax/here/{key}"
     _meetings[here] += 1  # Orbax uses a key again
     now = f"{here}/{_meetings[here]}"
     run.client.key_value_set(f"{now}/{run.process_id}", "")
     for process in range(run.num_processes):
-        _read(f"{now}/{process}", process, "a save", timeout_ms / 1000)
+        _read(f"{now}/{process}", process, "a save")
     if _meetings[here] > 1:  # all are here, so all have read the one before
         run.client.key_value_delete(f"{here}/{_meetings[here] - 1}/{run.process_id}")
 

@@ -1,7 +1,6 @@
 """Continues a run with the remaining processes when others are lost, without a restart."""
 
 import gc
-import itertools
 import socket
 import traceback
 import weakref
@@ -56,7 +55,7 @@ def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
             "elastic: this run ends with the first process that it loses. Start it with "
             "zerojax.initialize(elastic=True), before anything asks for devices."
         )
-    for start in itertools.count():
+    while True:
         outcome = _attempt(train)
         if run.num_processes == 1:
             return outcome.result()
@@ -77,8 +76,7 @@ def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
                 f"at_least={at_least}."
             ) from failure
         del failure, outcome
-        _join_again(left, start, clients)
-    raise AssertionError("unreachable")
+        _join_again(left, clients)
 
 
 def _attempt(train: Callable[[], Result]) -> futures.Future[Result]:
@@ -115,9 +113,9 @@ def _meet(how: str) -> tuple[list[int], bool]:
     return left, any(run.client.key_value_try_get(key(number)) == RAISED for number in left)
 
 
-def _join_again(left: list[int], start: int, clients: list[weakref.ref]) -> None:
-    """Starts a run of the remaining processes, with its own address."""
-    run, key = _compat.run_of_processes(), f"zerojax/elastic/address/{start}"
+def _join_again(left: list[int], clients: list[weakref.ref]) -> None:
+    """Starts a run of the remaining processes, with its own address and store."""
+    run, key = _compat.run_of_processes(), "zerojax/elastic/address"
     me, count = run.process_id, run.num_processes
     if me == left[0]:
         host = run.coordinator_address.rpartition(":")[0]
