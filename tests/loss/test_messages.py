@@ -166,7 +166,7 @@ IN_ANOTHERS_PLACE = [
     (lambda: zerojax.nnx.train_step(nnx_model()), r"the loss is a Linear.*model, batch"),
     (lambda: zerojax.train_step(made()), r"the loss is a TrainState. Pass"),
     (train(tx=optax.adam), r"tx= is adam, not an.*call it"),
-    (train(noisy), r"the loss with \(params, batch\): .*Give .* key after.*random.key\(n\)"),
+    (train(noisy), r"the loss with \(params, batch\): .*Pass .* key after.*random.key\(n\)"),
     (lambda: STEP(placed(), BATCH, KEY), r"\(params, batch, rng\): .*leave it out, step"),
     (lambda: shard_batch(BATCH, placed()), r"mesh= is a plan, or .*Pass it as plan=\."),
     (lambda: zerojax.mean(BATCH, where=BATCH), r"float32.*takes no weights. Pass weights > 0"),
