@@ -6,6 +6,7 @@ python benchmarks/padding.py --json    # stores them too
 
 import argparse
 import dataclasses
+import math
 import pathlib
 
 import figures  # before JAX: it says what JAX may look for
@@ -17,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zerojax
 from zerojax.tools._forecast import presets as _presets
 from zerojax.tools._hlo import gpus as _gpus
-from zerojax.tools._hlo.gpus import Machine
 
 # The ZeRO paper's GPU. It has no bfloat16, and CUDA 13 does not compile for it. So these are its
 # rates and memory, with the H100's programs, and 800 Gb/s of network for 8 GPUs.
@@ -27,7 +27,10 @@ V100 = dataclasses.replace(
     memory=32 * 2**30,
     memory_rate=0.9e12,
     flops=125e12,
-    machine=Machine(link=150e9, network=12.5e9, host=16e9),
+    link=150e9,
+    network=12.5e9,
+    host=16e9,
+    host_memory=math.inf,
 )
 COUNTS = (6, 12, 48, 100, 384, 400, 1000)
 

@@ -107,7 +107,7 @@ class Row:
 
     @property
     def generation(self):
-        return {8: "Ampere", 9: "Hopper"}[self.gpu.chip.capability[0]]
+        return {8: "Ampere", 9: "Hopper"}[self.gpu.capability[0]]
 
 
 def at_speed(tokens_per_second, row):

@@ -97,7 +97,7 @@ def batch(shapes: PyTree, plan: Plan, *, batch_specs: PyTree = None) -> PyTree:
 def _devices(name: str, hosts: int, local: int) -> list[Device]:
     check_packages()
     gpu = _gpus.GPUS[name]
-    if gpu.chip.capability < _gpus.CUDA_13 and _cuda() == "cuda13":  # XLA may end the process
+    if gpu.capability < _gpus.CUDA_13 and _cuda() == "cuda13":  # XLA may end the process
         raise ModuleNotFoundError(
             f"CUDA 13 does not compile for a {name}; CUDA 12 does. Make an environment without "
             f"jax-cuda13-plugin, and run there: pip install zerojax jax=={jax.__version__} && "

@@ -151,8 +151,7 @@ def test_gradients_all_reduced_instead_of_scattered_or_not_at_all(where, reduces
 def summed(report, elements, *paths):
     """The findings if the step's one collective summed an array of so many elements."""
     one = report.traffic[0]
-    sizes = {"elements": elements, "nbytes": 4.0 * elements}
-    part = dataclasses.replace(one.parts[0], dtype="f32", paths=paths, **sizes)
+    part = dataclasses.replace(one.parts[0], dtype="f32", paths=paths, dims=(elements,))
     one = dataclasses.replace(one, kind="all-reduce", parts=(part,), axes=("data",), scope="")
     return dataclasses.replace(report, traffic=(one,)).findings()
 

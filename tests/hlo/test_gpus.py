@@ -35,16 +35,16 @@ def test_the_guide_lists_every_gpu_with_its_numbers():
     listed = {name: cells.split(" | ")[:6] for name, cells in rows if name in GPUS}
     assert list(listed) == list(GPUS) and len(GPUS) == 18
     for name, cells in listed.items():
-        gpu, machine = GPUS[name], GPUS[name].machine
-        facts = gpu.memory / 2**30, gpu.memory_rate / 1e12, gpu.flops / 1e12, machine.link / 1e9
-        facts += machine.network * 8 / 1e9, machine.host / 1e9
+        gpu = GPUS[name]
+        facts = gpu.memory / 2**30, gpu.memory_rate / 1e12, gpu.flops / 1e12, gpu.link / 1e9
+        facts += gpu.network * 8 / 1e9, gpu.host / 1e9
         assert [float(cell.strip()) for cell in cells] == pytest.approx(facts, rel=5e-3), name
 
 
 def test_what_each_generation_computes_in():
     named = lambda holds: {name for name, gpu in GPUS.items() if holds(gpu)}
     assert named(lambda gpu: gpu.half == "float16") == {"T4", *V100S}
-    assert named(lambda gpu: gpu.chip.capability < (7, 5)) == V100S, "CUDA 13 knows the others"
+    assert named(lambda gpu: gpu.capability < (7, 5)) == V100S, "CUDA 13 knows the others"
     # float8 came with the L4; by the data sheets it is twice as fast as 16 bits.
     before = {"T4", *V100S, "A100-40GB", "A100-80GB", "A10G"}
     assert named(lambda gpu: not gpu.flops8) == before
@@ -56,9 +56,9 @@ def test_what_each_generation_computes_in():
     ):
         gpu, rates = GPUS[name], zerojax.tools.rates_of(name)
         assert gpu.tf32 / 1e12 == pytest.approx(tf32, rel=0.01)
-        assert gpu.chip.fp32 / 1e12 == pytest.approx(fp32, rel=0.02)
+        assert gpu.fp32 / 1e12 == pytest.approx(fp32, rel=0.02)
         assert rates.of_matmuls("f32") == gpu.tf32 * gpu.reached_flops
-        assert rates.of_matmuls("f32 highest") == gpu.chip.fp32 * gpu.reached_flops
+        assert rates.of_matmuls("f32 highest") == gpu.fp32 * gpu.reached_flops
         assert rates.of_matmuls("bf16") == rates.flops
 
 
@@ -100,8 +100,9 @@ def test_a_target_config_has_what_xla_has_of_a_v100():
     ):  # fmt: skip
         assert f"{line}\n" in text, line
     assert "cuda_compute_capability { major: 10 minor: 3 }" in GPUS["B300"].target_config()
-    chips = {name: gpu.chip for name, gpu in GPUS.items()}
-    kept = {name: chip.shared_per_core - chip.shared_per_block for name, chip in chips.items()}
+    sizes = r"shared_memory_per_core: (\d+)|shared_memory_per_block_optin: (\d+)"
+    shared = {name: re.findall(sizes, gpu.target_config()) for name, gpu in GPUS.items()}
+    kept = {name: int(core[0]) - int(block[1]) for name, (core, block) in shared.items()}
     assert kept == {name: 0 if name in {"T4", *V100S} else 1024 for name in GPUS}
 
 

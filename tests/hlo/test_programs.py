@@ -134,9 +134,9 @@ def test_collectives_and_flops_are_those_counted_by_hand(name):
 
 def test_joined_collectives_keep_their_arrays():
     (one,) = report("combined-cpu8-jax0.12").traffic
-    assert sorted(p.array for p in one.parts) == ["f32[256,512]", "f32[512,256]", "f32[512]"]
+    assert sorted(map(str, one.parts)) == ["f32[256,512]", "f32[512,256]", "f32[512]"]
     (first, *_) = report("step3-8xH100-jax0.12").traffic
-    assert [part.array for part in first.parts] == ["bf16[32,256]"] * 2
+    assert [*map(str, first.parts)] == ["bf16[32,256]"] * 2
     assert first.paths == ("params/layers/w",)
 
 

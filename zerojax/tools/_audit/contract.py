@@ -16,7 +16,8 @@ from zerojax._table import human_bytes
 from zerojax._wire import codecs as _codecs
 from zerojax.tools._audit.measurement import Measurement
 from zerojax.tools._hlo.flow import ARITHMETIC
-from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Collective, Operand, Transfer
+from zerojax.tools._hlo.module import Array
+from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Collective, Transfer
 
 FEW_BYTES = 4096  # bytes that may always be reduced: losses, norms, statistics
 BIG_ALL_REDUCE = 2**20  # allowed where no plan says what is sharded
@@ -82,7 +83,7 @@ def _all_reduces(report: Measurement, leaves: Leaves) -> Iterator[str]:
             # Shards of gradients are summed over the devices that update the same one.
             if plan and leaf and not _is_within(one, beyond(plan.batch_axes, leaf.update.axes)):
                 yield (
-                    f"all-reduce {one.name} sums the full gradient of {leaf.path} ({part.array}); "
+                    f"all-reduce {one.name} sums the full gradient of {leaf.path} ({part}); "
                     f"stage {plan.stage} promises a reduce-scatter, half the bytes. Take gradients "
                     "with zerojax.value_and_grad or zerojax.train_step, and use no psum or pmean "
                     "of gradients of your own."
@@ -91,7 +92,7 @@ def _all_reduces(report: Measurement, leaves: Leaves) -> Iterator[str]:
                 continue  # stage 0; XLA may join gradients
             elif part.nbytes > _most_reduced(part, plan):
                 yield (
-                    f"all-reduce {one.name} sums {part.array}, {human_bytes(part.nbytes)} "
+                    f"all-reduce {one.name} sums {part}, {human_bytes(part.nbytes)} "
                     f"({one.serves}): larger than any statistic a loss should reduce. Look for "
                     "activations summed over the data axis, or weights sharded without a gather."
                 )
@@ -132,7 +133,7 @@ def _gathers(report: Measurement, plan: Plan, leaves: Leaves) -> Iterator[str]:
     for one in _of_kinds(report, "all-gather"):
         for part in one.parts if _is_ours(one, plan) else ():
             for leaf in _leaves_of(part, leaves):
-                gathered = part.elements * one.group
+                gathered = part.size * one.group
                 far = beyond(leaf.update.axes, leaf.near.axes)
                 far = far if _is_within(one, far) else ()
                 near = axes_size(plan.mesh, leaf.near.axes) if far else 1
@@ -140,7 +141,7 @@ def _gathers(report: Measurement, plan: Plan, leaves: Leaves) -> Iterator[str]:
                 if leaf.stacked and leaf.rest.dim is not None and gathered >= _sent(leaf):
                     yield (
                         f"all-gather {one.name} gathers all {leaf.shape[0]} layers of {leaf.path} "
-                        f"at once ({part.array} per device), outside of the loop over them. Scan "
+                        f"at once ({part} per device), outside of the loop over them. Scan "
                         "over the stack itself: do not reshape, index or cast all of it before the "
                         "loop. If the first dimension counts something other than layers, name the "
                         "stacks that there are: zerojax.plan(..., stacked='<their paths>')."
@@ -310,11 +311,11 @@ def _is_known(one: Collective, within: str = "") -> bool:
     return _codecs.MESSAGES_SCOPE in one.scope or is_of_rows
 
 
-def _leaves_of(part: Operand, leaves: Leaves) -> list[LeafPlan]:
+def _leaves_of(part: Array, leaves: Leaves) -> list[LeafPlan]:
     return [leaves[path] for path in part.paths if path in leaves]
 
 
-def _gradient_in(part: Operand, leaves: Leaves) -> LeafPlan | None:
+def _gradient_in(part: Array, leaves: Leaves) -> LeafPlan | None:
     """Returns the sharded parameter whose full gradient `part` has.
 
     It has the size of the parameter, with its padding or without, or of one of its layers; or
@@ -325,13 +326,13 @@ def _gradient_in(part: Operand, leaves: Leaves) -> LeafPlan | None:
         layers = leaf.shape[0] if leaf.stacked else 1
         sizes = {_sent(leaf), math.prod(leaf.shape)}
         # Arrays smaller than this may have one size by chance.
-        if part.elements > FEW_BYTES / 16 and part.elements in sizes | {n // layers for n in sizes}:
+        if part.size > FEW_BYTES / 16 and part.size in sizes | {n // layers for n in sizes}:
             return leaf
-    is_joined = part.elements >= sum(math.prod(leaf.shape) for leaf in named)
+    is_joined = part.size >= sum(math.prod(leaf.shape) for leaf in named)
     return max(named, key=_sent, default=None) if is_joined else None
 
 
-def _most_reduced(part: Operand, plan: Plan | None) -> float:
+def _most_reduced(part: Array, plan: Plan | None) -> float:
     """Returns the most bytes of an array in an all-reduce that is no gradient of a sharded leaf.
 
     It has a leaf that no stage shards, several of them that XLA joined, or statistics.

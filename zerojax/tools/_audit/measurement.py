@@ -141,11 +141,11 @@ class Measurement:
         if len(self.matmuls) < 2 or "float32" not in self.matmuls:
             return ""
         places: Counter[str] = Counter()
-        for one in self.replay.matmuls:
-            if one.dtype in IN_FLOAT32:
-                source = self.module.source(one.instruction, OURS)
-                place = place_of(source, one.instruction.op_name)
-                places[place.rsplit("/", 1)[-1] if source else place] += one.flops
+        for instruction, dtype, flops in self.replay.matmuls:
+            if dtype in IN_FLOAT32:
+                source = self.module.source(instruction, OURS)
+                place = place_of(source, instruction.op_name)
+                places[place.rsplit("/", 1)[-1] if source else place] += flops
         ((most, _),) = places.most_common(1)
         share = places.total() / self.replay.flops
         return f"{share:.0%} of FLOPs in float32, most at {shortened([most], LONGEST_NAME)[0]}"

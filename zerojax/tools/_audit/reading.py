@@ -23,9 +23,9 @@ from zerojax._state import state as _state
 from zerojax._wire import codecs as _codecs
 from zerojax.tools._audit.measurement import OURS, MemoryUse
 from zerojax.tools._hlo import flow as _flow
-from zerojax.tools._hlo.flow import ARGUMENT, ARITHMETIC, Origin, ValueName
-from zerojax.tools._hlo.module import Instruction, Module
-from zerojax.tools._hlo.schedule import Collective, Operand
+from zerojax.tools._hlo.flow import ARGUMENT, ARITHMETIC, Origin, Value
+from zerojax.tools._hlo.module import Array, Instruction, Module
+from zerojax.tools._hlo.schedule import Collective
 
 STATE_KINDS = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
 
@@ -56,9 +56,9 @@ class Reading:
         """
         numbers: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
         for output, labels in enumerate(self.lineage.outputs):
-            for label in labels if output in self.module.aliases else ():
-                if label.kind != ARGUMENT:
-                    numbers[label.name, label.at].append(self.module.aliases[output])
+            for kind, name, at in labels if output in self.module.aliases else ():
+                if kind != ARGUMENT:
+                    numbers[name, at].append(self.module.aliases[output])
         params = {n for n, kind in enumerate(self.kinds) if kind == _state.PARAMS}
         return {
             array: [self.paths[n] for n in [n for n in of if n in params] or of]
@@ -72,27 +72,24 @@ class Reading:
                 one,
                 parts=tuple(self._parts(one)),
                 axes=one.axes if self.plan is None else _axes(one.members, self.plan),
-                source=self.module.source(self._instruction(one), OURS),
+                source=self.module.source(one.instruction, OURS),
             )
             for one in self.collectives
         ]
 
-    def _instruction(self, one: Collective) -> Instruction:
-        return self.module.computations[one.computation][one.name]
-
-    def _parts(self, one: Collective) -> Iterator[Operand]:
+    def _parts(self, one: Collective) -> Iterator[Array]:
         """Yields the arrays of a collective, each with the parameters it belongs to."""
         origins = [
             labels
-            for operand in self._instruction(one).operands
-            for labels in self.lineage.values.get((one.computation, operand), [])
+            for operand in one.instruction.operands
+            for labels in self.lineage.values.get(operand, [])
         ]
         rows_of = _rows.parameter(one.scope) if one.kind == "all-to-all" else None
         for at, part in enumerate(one.parts):
             paths = [rows_of] if rows_of else self.served.get((one.name, at))
             if paths is None:
                 labels = origins[at] if at < len(origins) else ()
-                numbers = sorted(label.at for label in labels if label.kind == ARGUMENT)
+                numbers = sorted(number for kind, _, number in labels if kind == ARGUMENT)
                 paths = [self.paths[number] for number in numbers if self.paths[number]]
             yield dataclasses.replace(part, paths=tuple(paths))
 
@@ -118,13 +115,12 @@ class Reading:
             return
         sharded = (leaf for leaf in self.plan.params if leaf.dim is not None)
         stacked = {leaf.path: leaf for leaf in sharded if leaf.stacked}
-        for (computation, name), labels in self.lineage.values.items():
-            instruction = self.module.computations[computation][name]
+        for instruction, labels in self.lineage.values.items():
             if instruction.opcode != "while":
                 continue
             for array, of_array in zip(instruction.arrays, labels, strict=True):
-                for label in sorted(label for label in of_array if label.kind == ARGUMENT):
-                    leaf = stacked.get(self.paths[label.at])
+                for number in sorted(number for kind, _, number in of_array if kind == ARGUMENT):
+                    leaf = stacked.get(self.paths[number])
                     shapes = (leaf.padded_shape, leaf.shape) if leaf else ()
                     if leaf and array.size in map(math.prod, shapes):
                         yield leaf.path, str(array)
@@ -158,7 +154,7 @@ class Reading:
             gathered=gathered,
             gradients=gradients,
             activations=temporary - gathered - gradients,
-            outputs=int(self.module.root(self.module.entry).device_bytes - donated),
+            outputs=int(self.module.roots[self.module.entry].device_bytes - donated),
             donated=int(donated),
             on_host=int(sum(one.nbytes - one.device_bytes for one in parameters)),
             host_donated=int(sum(one.nbytes - one.device_bytes for one in reused)),
@@ -168,27 +164,27 @@ class Reading:
     def _temporary(self) -> Counter[str]:
         """Counts the bytes of the buffers alive at the schedule's peak, by use."""
         reduced = {
-            (one.computation, operand, 0)
+            (operand, 0)
             for one in self.collectives
             if one.kind in ARITHMETIC
-            for operand in self._instruction(one).operands
+            for operand in one.instruction.operands
         }
         # Those of microbatches are summed before they are reduced: the sums, and what is added to
         # them.
         reduced = _flow.summed_in(self.module, reduced)
-        bytes_by_use: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for buffer, holders in _flow.peak(self.module).items():
-            bytes_by_use[self._use(holders, reduced)] += int(buffer.nbytes)
-        return bytes_by_use
+            sizes[self._use(holders, reduced)] += int(_flow.device_bytes([buffer]))
+        return sizes
 
-    def _use(self, holders: list[ValueName], reduced: set[ValueName]) -> str:
+    def _use(self, holders: list[Value], reduced: set[Value]) -> str:
         """Names a buffer after the values that are stored in it over its life."""
         labels: set[Origin] = set()
-        for computation, name, at in holders:
-            labels.update(*self.lineage.values.get((computation, name), [])[at : at + 1])
-        if not reduced.isdisjoint(holders) or any(one.kind in ARITHMETIC for one in labels):
+        for instruction, at in holders:
+            labels.update(*self.lineage.values.get(instruction, [])[at : at + 1])
+        if not reduced.isdisjoint(holders) or any(kind in ARITHMETIC for kind, _, _ in labels):
             return "gradients"
-        arguments = (self.kinds[one.at] for one in labels if one.kind == ARGUMENT)
+        arguments = (self.kinds[number] for kind, _, number in labels if kind == ARGUMENT)
         return "gathered" if _state.PARAMS in arguments else "activations"  # a batch is copied, too
 
 

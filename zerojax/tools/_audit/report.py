@@ -124,8 +124,8 @@ class Report(Printed, Measurement):
         memory = self.memory
         traffic = []
         for one in self.traffic:
-            fields = dataclasses.asdict(one)
-            del fields["computation"], fields["members"]
+            fields = dataclasses.asdict(dataclasses.replace(one, instruction=None))
+            del fields["instruction"], fields["members"]
             derived = {name: getattr(one, name) for name in ("group", "total_bytes", "serves")}
             traffic.append(fields | derived)
         return {

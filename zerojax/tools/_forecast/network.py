@@ -35,7 +35,7 @@ def tell(environ: MutableMapping[str, str]) -> None:
 
 def is_misjudged(gpu: Gpu) -> bool:
     """Whether XLA takes the network of these GPUs for a much faster one."""
-    return gpu.rates.network < SLOW * 1e9 and gpu.chip.capability[0] in KNOWN_SPEEDS
+    return gpu.rates.network < SLOW * 1e9 and gpu.capability[0] in KNOWN_SPEEDS
 
 
 def advice(gpu: Gpu, environ: Mapping[str, str]) -> str:

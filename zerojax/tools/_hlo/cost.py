@@ -1,15 +1,15 @@
 """The modelled time of one GPU instruction: the larger of its arithmetic's and its memory's.
 
-Arithmetic is FLOPs of matmuls, or of cuDNN's attention, over the FLOP/s that these reach, in float8
-more and in float32 fewer; memory is bytes touched over the reachable bytes/s. A slice of a stacked
-buffer costs the slice, an update in place costs the update.
+Arithmetic is the FLOPs of matmuls, or of cuDNN's attention, over the FLOP/s that they reach: more
+in float8, fewer in float32. Memory is the bytes touched over the reachable bytes/s. A slice of a
+stacked buffer costs the slice, an update in place costs the update.
 """
 
 import functools
 import math
 import re
 from collections import defaultdict
-from typing import NamedTuple
+from typing import TypeAlias
 
 from zerojax.tools._hlo.gpus import IN_FULL, Rates
 from zerojax.tools._hlo.module import Instruction, Module, dtype_bytes
@@ -24,13 +24,9 @@ _NOT_TF32 = re.compile(r'(?i)operand_precision"?[=:][{\[][^}\]]*highest|dot_f32_
 _CONTRACTING = r'lhs_contracting_dim(?:s|ensions)"?[=:][{\[]([^}\]]*)[}\]]'
 _SEE_THROUGH = ("bitcast", "copy", "convert")
 
-
-class Matmul(NamedTuple):
-    """A matmul of one run of a computation; `dtype` is that of its operands, or `IN_FULL`."""
-
-    instruction: Instruction
-    dtype: str
-    flops: int
+# A matmul of one run of a computation: its instruction, the dtype of its operands (`IN_FULL` for
+# float32 that is not rounded to TF32), its FLOPs.
+Matmul: TypeAlias = tuple[Instruction, str, int]
 
 
 class CostModel:
@@ -41,124 +37,118 @@ class CostModel:
         self.fusion_bytes = functools.cache(self._fusion_bytes)
         self.matmuls_of = functools.cache(self._matmuls_of)
 
-    def seconds(self, computation: str, instruction: Instruction) -> float:
+    def seconds(self, instruction: Instruction) -> float:
         most = self.rates.attention if _is_attention(instruction) else math.inf
         computed = sum(
-            one.flops / min(most, self.rates.of_matmuls(one.dtype))
-            for one in self.matmuls(computation, instruction)
+            flops / min(most, self.rates.of_matmuls(dtype))
+            for _, dtype, flops in self.matmuls(instruction)
         )
-        return max(computed, self.touched(computation, instruction) / self.rates.memory)
+        return max(computed, self.touched(instruction) / self.rates.memory)
 
     # -- arithmetic
 
-    def matmuls(self, computation: str, instruction: Instruction) -> list[Matmul]:
-        """Returns its matmuls, those in fusions and called computations included: float32 is
-        rounded to TF32, or `IN_FULL`."""
+    def matmuls(self, instruction: Instruction) -> list[Matmul]:
+        """Returns its matmuls, those in fusions and called computations included."""
         if instruction.fuses or instruction.opcode == "call":
             return [one for name in instruction.called for one in self.matmuls_of(name)]
-        count = self._matmul_flops(computation, instruction)
-        if not count:
+        opcode, attributes = instruction.opcode, instruction.attributes
+        operands = instruction.operands
+        if opcode == "dot" or (opcode == "custom-call" and _MATMUL_CALL.search(attributes)):
+            flops = _dot_flops(instruction, operands[0].arrays[0].dims)
+        elif opcode == "convolution" or "__cudnn$conv" in attributes:
+            flops = _convolution_flops(instruction)
+        elif _is_attention(instruction):
+            flops = _attention_flops(instruction, operands[0].arrays[0].dims[-1])
+        else:
             return []
-        left = self.module.computations[computation][instruction.operands[0]]
-        dtype = left.arrays[0].dtype
-        in_full = dtype == "f32" and _NOT_TF32.search(instruction.attributes)
-        return [Matmul(instruction, IN_FULL if in_full else dtype, count)]
+        dtype = operands[0].arrays[0].dtype
+        in_full = dtype == "f32" and _NOT_TF32.search(attributes)
+        return [(instruction, IN_FULL if in_full else dtype, flops)] if flops else []
 
     def _matmuls_of(self, name: str) -> list[Matmul]:
         instructions = self.module.computations[name].values()
-        return [one for instruction in instructions for one in self.matmuls(name, instruction)]
-
-    def _matmul_flops(self, computation: str, instruction: Instruction) -> int:
-        opcode, attributes = instruction.opcode, instruction.attributes
-        if opcode == "dot" or (opcode == "custom-call" and _MATMUL_CALL.search(attributes)):
-            return self._dot_flops(computation, instruction)
-        if opcode == "convolution" or "__cudnn$conv" in attributes:
-            return self._convolution_flops(computation, instruction)
-        return self._attention_flops(computation, instruction) if _is_attention(instruction) else 0
-
-    def _dot_flops(self, computation: str, dot: Instruction) -> int:
-        left = self.module.computations[computation][dot.operands[0]].arrays[0]
-        numbers = re.findall(r"\d+", dot.attribute(_CONTRACTING) or "")
-        dims = [int(number) for number in numbers] or [len(left.dims) - 1]
-        return 2 * dot.arrays[0].size * math.prod(left.dims[d] for d in dims)
-
-    def _convolution_flops(self, computation: str, convolution: Instruction) -> int:
-        """Counts two FLOPs for each pair of an output element and a kernel element that meet.
-
-        A convolution of backward takes forward's output as an operand or returns its kernel.
-        """
-        instructions = self.module.computations[computation]
-        first, second = (instructions[o].arrays[0] for o in convolution.operands[:2])
-        output, kernel = convolution.arrays[0], second
-        if "convBackwardInput" in convolution.attributes:
-            output = first
-        elif "convBackwardFilter" in convolution.attributes:
-            output, kernel = second, output
-        labels = convolution.attribute(r"dim_labels=\w+_(\w+)->") or ""
-        features = kernel.dims[labels.index("o")] if "o" in labels else 1
-        return 2 * output.size * kernel.size // max(features, 1)
-
-    def _attention_flops(self, computation: str, attention: Instruction) -> int:
-        """Counts the FLOPs of its matmuls; of causal attention half, as its kernel skips blocks."""
-        scores = attention.attribute(r'"intermediate_tensor_shape":.*?"dimensions": ?\[([^\]]*)\]')
-        count = math.prod(int(d) for d in re.findall(r"\d+", scores or "0"))
-        query = self.module.computations[computation][attention.operands[0]].arrays[0]
-        matmuls = 5 if "Backward" in attention.attributes else 2  # backward makes the scores again
-        causal = "CAUSAL" in (attention.attribute(r'"mask_type": ?"(\w+)"') or "")
-        return matmuls * 2 * count * query.dims[-1] // (2 if causal else 1)
+        return [one for instruction in instructions for one in self.matmuls(instruction)]
 
     # -- memory
 
-    def touched(self, computation: str, instruction: Instruction) -> float:
+    def touched(self, instruction: Instruction) -> float:
         """Counts the bytes read and written."""
         opcode = instruction.opcode
         if instruction.fuses:
-            reads, writes = self.fusion_bytes(instruction.called[0])
-            return reads + writes
+            return self.fusion_bytes(instruction.called[0])
         if _FREE.fullmatch(opcode):
             return 0
-        instructions = self.module.computations[computation]
-        operands = [instructions[o].nbytes for o in instruction.operands]
         if opcode == "dynamic-slice":
             return 2 * instruction.nbytes
+        operands = [one.nbytes for one in instruction.operands]
         if opcode == "dynamic-update-slice":
             return 2 * operands[1]
         return sum(operands) + instruction.nbytes
 
-    def _fusion_bytes(self, name: str) -> tuple[float, float]:
-        """Counts bytes (read, written) by a fused computation: the parts of buffers it needs."""
-        instructions = self.module.computations[name]
-        seen_through: dict[str, str] = {}  # a parameter under casts stays that parameter
-        users: dict[str, list[tuple[int, Instruction]]] = defaultdict(list)
-        for instruction in instructions.values():
+    def _fusion_bytes(self, name: str) -> float:
+        """Counts the bytes that a fused computation reads and writes: only the parts of buffers
+        that it needs."""
+        seen_through: dict[Instruction, Instruction] = {}  # parameters under casts
+        users: dict[Instruction, list[tuple[int, Instruction]]] = defaultdict(list)
+        for instruction in self.module.computations[name].values():
             for at, operand in enumerate(instruction.operands):
                 origin = seen_through.get(operand, operand)
-                is_cast = instruction.opcode in _SEE_THROUGH
-                if is_cast and instructions[origin].opcode == "parameter":
-                    seen_through[instruction.name] = origin
+                if instruction.opcode in _SEE_THROUGH and origin.opcode == "parameter":
+                    seen_through[instruction] = origin
                 else:
                     users[origin].append((at, instruction))
         outputs = self.module.results(name)
-        for output in (output for output in outputs if output.name in seen_through):
-            users[seen_through[output.name]].append((0, output))
-        parameters = [i for i in instructions.values() if i.opcode == "parameter"]
-        reads = sum(_read(p, users[p.name]) for p in parameters)
-        return reads, sum(_written_by(instructions, output) for output in outputs)
+        for output in (output for output in outputs if output in seen_through):
+            users[seen_through[output]].append((0, output))
+        reads = sum(_read(one, of) for one, of in users.items() if one.opcode == "parameter")
+        return reads + sum(map(_written_by, outputs))
 
 
 def _is_attention(instruction: Instruction) -> bool:
     return instruction.opcode == "custom-call" and _CUDNN_ATTENTION in instruction.attributes
 
 
-def _written_by(instructions: dict[str, Instruction], output: Instruction) -> float:
-    """Counts the update alone where the output, under casts, is updated in place."""
+def _dot_flops(dot: Instruction, left: tuple[int, ...]) -> int:
+    numbers = re.findall(r"\d+", dot.attribute(_CONTRACTING) or "")
+    dims = [int(number) for number in numbers] or [len(left) - 1]
+    return 2 * dot.arrays[0].size * math.prod(left[d] for d in dims)
+
+
+def _convolution_flops(convolution: Instruction) -> int:
+    """Counts two FLOPs for each pair of an output element and a kernel element that meet.
+
+    A convolution of backward takes forward's output as an operand or returns its kernel.
+    """
+    first, second = (operand.arrays[0] for operand in convolution.operands[:2])
+    output, kernel = convolution.arrays[0], second
+    if "convBackwardInput" in convolution.attributes:
+        output = first
+    elif "convBackwardFilter" in convolution.attributes:
+        output, kernel = second, output
+    labels = convolution.attribute(r"dim_labels=\w+_(\w+)->") or ""
+    features = kernel.dims[labels.index("o")] if "o" in labels else 1
+    return 2 * output.size * kernel.size // max(features, 1)
+
+
+def _attention_flops(attention: Instruction, head: int) -> int:
+    """Counts the FLOPs of its matmuls; half of them for causal attention, whose kernel skips
+    blocks."""
+    scores = attention.attribute(r'"intermediate_tensor_shape":.*?"dimensions": ?\[([^\]]*)\]')
+    count = math.prod(int(d) for d in re.findall(r"\d+", scores or "0"))
+    matmuls = 5 if "Backward" in attention.attributes else 2  # backward makes the scores again
+    causal = "CAUSAL" in (attention.attribute(r'"mask_type": ?"(\w+)"') or "")
+    return matmuls * 2 * count * head // (2 if causal else 1)
+
+
+def _written_by(output: Instruction) -> float:
+    """Counts only the update where the output, under casts, is updated in place."""
     inner = output
     while inner.opcode in _SEE_THROUGH and inner.operands:
-        inner = instructions[inner.operands[0]]
+        inner = inner.operands[0]
         if inner.opcode not in ("dynamic-update-slice", "bitcast"):
             break
     if inner.opcode == "dynamic-update-slice":
-        return instructions[inner.operands[1]].nbytes
+        return inner.operands[1].nbytes
     return output.nbytes
 
 

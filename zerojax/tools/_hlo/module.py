@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,15 +21,18 @@ _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|branch_computations|called_computations|"
     r"true_computation|false_computation)=(\{[^}]*\}|%[\w.\-]+)"
 )
+_TABLE = re.compile(r"^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n)+)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array type: its dtype as XLA writes it, its dimensions, whether it is in host memory."""
+    """An array: its dtype as XLA writes it, its dimensions, whether it is in host memory, and the
+    parameters that it belongs to, where they are known."""
 
     dtype: str
     dims: tuple[int, ...]
     on_host: bool = False
+    paths: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -40,7 +44,7 @@ class Array:
 
     @property
     def device_bytes(self) -> float:
-        """The bytes that it has of the device's own memory."""
+        """The bytes that it takes of the device's own memory."""
         return 0 if self.on_host else self.nbytes
 
     def __str__(self) -> str:
@@ -55,20 +59,17 @@ def dtype_bytes(dtype: str) -> float:
     return int(bits[1]) / 8 if bits else 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Instruction:
     """One line of a computation: `name = type opcode(inside), attributes`."""
 
+    computation: str
     name: str
     type: str
     opcode: str
     inside: str
     attributes: str
-    is_root: bool = False
-
-    @functools.cached_property
-    def operands(self) -> list[str]:
-        return [] if self.opcode in ("parameter", "constant") else _NAME.findall(self.inside)
+    operands: list["Instruction"] = dataclasses.field(repr=False)
 
     @functools.cached_property
     def arrays(self) -> list[Array]:
@@ -99,7 +100,7 @@ class Instruction:
         return [(self.called[0], operands)] if runs else []
 
     def attribute(self, pattern: str) -> str | None:
-        """Returns the first group of `pattern` in the attributes; None where it is not found."""
+        """Returns the first group of `pattern` in the attributes; None where it does not match."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
@@ -108,7 +109,7 @@ class Instruction:
         """Whether it runs a fused computation; newer XLA slices stacks in a `fusion-start`."""
         return self.opcode in ("fusion", "fusion-start")
 
-    @property
+    @functools.cached_property
     def base(self) -> str:
         """The opcode without the `-start` or `-done` of an asynchronous pair."""
         return re.sub(r"-(start|done)$", "", self.opcode)
@@ -135,6 +136,33 @@ class Instruction:
         """The name scopes under which JAX traced it, as a path."""
         return self.attribute(r'op_name="([^"]*)"') or ""
 
+    def passed_on(self, operands: list[list[T]], arguments: list[list[T]]) -> list[T] | None:
+        """Returns what it passes on of its operands; None if it makes an array itself.
+
+        There is one T for each array: of its operands, and of the arguments that its computation
+        was called with.
+        """
+        opcode, count = self.opcode, len(self.arrays)
+        if opcode == "parameter":
+            return arguments[int(self.inside)]
+        if opcode == "tuple":
+            return [one for operand in operands for one in operand]
+        if opcode in ("bitcast", "opt-barrier"):
+            return operands[0]
+        if opcode != "get-tuple-element" and not opcode.endswith("-done"):
+            return None
+        source = self.operands[0]
+        if opcode == "get-tuple-element":
+            index = int(self.attribute(r"index=(\d+)") or 0)
+            first = sum(len(arrays_of(t)) for t in top_level_types(source.type)[:index])
+        # The type of a start is either only its result (all-reduce) or the tuple (operands,
+        # result, contexts). Only a copy has its result first.
+        elif source.opcode == "copy-start" or len(source.arrays) == count:
+            first = 0
+        else:
+            first = sum(len(operand.arrays) for operand in source.operands)
+        return operands[0][first : first + count]
+
 
 def arrays_of(type_text: str) -> list[Array]:
     """Returns all arrays of a type, with tuples flattened."""
@@ -152,20 +180,9 @@ def top_level_types(type_text: str) -> list[str]:
     for at, char in enumerate(type_text):
         depth += (char in "([{") - (char in ")]}")
         if (char == "," and depth == 1) or (char == ")" and depth == 0):
-            members.append(re.sub(r"/\*.*?\*/", "", type_text[start:at]).strip())
+            members.append(type_text[start:at])
             start = at + 1
-    return [member for member in members if member]
-
-
-def _instruction(name: str, text: str, is_root: bool) -> Instruction:
-    """Parses what follows `name =`; raises `ValueError` for unbalanced parentheses."""
-    type_end = _closing(text) + 1 if text.startswith("(") else text.find(" ")
-    type_text, rest = text[:type_end], text[type_end:].lstrip()
-    opcode, _, rest = rest.partition("(")
-    end = _closing("(" + rest) - 1
-    if not opcode or end >= len(rest):
-        raise ValueError("its parentheses do not close")
-    return Instruction(name, type_text, opcode, rest[:end], rest[end + 1 :], is_root)
+    return members
 
 
 def _closing(text: str) -> int:
@@ -175,7 +192,7 @@ def _closing(text: str) -> int:
         depth += 1 if match[0] == "(" else -1
         if depth == 0:
             return match.start()
-    return len(text)
+    raise ValueError("its parentheses do not close")
 
 
 class Module:
@@ -190,82 +207,59 @@ class Module:
         self.text = text
         self.header = text.lstrip().split("\n", 1)[0]
         self.computations: dict[str, dict[str, Instruction]] = {}
+        self.roots: dict[str, Instruction] = {}
         self.entry = ""
-        self._parse(text)
+        self._parse()
         if not self.entry:
             raise ValueError("the HLO text has no ENTRY computation: was it cut off?")
-        for name, instructions in self.computations.items():
-            self._check(name, instructions)
+        self._check()
 
-    def _parse(self, text: str) -> None:
-        current: dict[str, Instruction] | None = None
-        for number, line in enumerate(text.splitlines(), start=1):
+    def _parse(self) -> None:
+        name = ""
+        for number, line in enumerate(self.text.splitlines(), start=1):
             if line.startswith("}"):
-                current = None
-            elif current is not None and (match := _STATEMENT.match(line)):
+                name = ""
+            elif name and (match := _STATEMENT.match(line)):
                 try:
-                    current[match[2]] = _instruction(match[2], match[3], bool(match[1]))
+                    self._add(name, *match.groups())
                 except ValueError as error:
                     raise _damaged(f"line {number}, {line.strip()[:60]!r}: {error}") from None
             elif match := _COMPUTATION.match(line):
-                current = self.computations.setdefault(match[2], {})
-                self.entry = match[2] if match[1] else self.entry
+                name = match[2]
+                self.computations[name] = {}
+                self.entry = name if match[1] else self.entry
 
-    def _check(self, name: str, instructions: dict[str, Instruction]) -> None:
-        """Raises for a computation that lost lines: all later readers rely on what is checked."""
-        if sum(i.is_root for i in instructions.values()) != 1:
-            raise _damaged(f"computation {name} has no ROOT")
-        for instruction in instructions.values():
-            missing = [o for o in instruction.operands if o not in instructions]
-            missing += [c for c in instruction.called if c not in self.computations]
-            if not instruction.called and (instruction.fuses or instruction.opcode == "while"):
-                raise _damaged(f"{instruction.name} in {name} does not say what it calls")
-            if missing:
-                raise _damaged(f"{instruction.name} in {name} uses {missing[0]}, which is nowhere")
+    def _add(self, computation: str, root: str | None, name: str, text: str) -> None:
+        """Parses what follows `name =`; raises `ValueError` for lines that are damaged."""
+        type_end = _closing(text) + 1 if text.startswith("(") else text.find(" ")
+        opcode, _, rest = text[type_end:].lstrip().partition("(")
+        end = _closing("(" + rest) - 1
+        inside, instructions = rest[:end], self.computations[computation]
+        names = [] if opcode in ("parameter", "constant") else _NAME.findall(inside)
+        if missing := [operand for operand in names if operand not in instructions]:
+            raise ValueError(f"it uses {missing[0]}, which is nowhere before it")
+        operands = [instructions[operand] for operand in names]
+        instructions[name] = Instruction(
+            computation, name, text[:type_end], opcode, inside, rest[end + 1 :], operands
+        )
+        if root:
+            self.roots[computation] = instructions[name]
 
-    def passed_on(
-        self,
-        computation: str,
-        instruction: Instruction,
-        operands: list[list[T]],
-        arguments: list[list[T]],
-    ) -> list[T] | None:
-        """Returns what an instruction passes on of its operands; None if it makes an array itself.
-
-        There is one T for each array: of the instruction's operands, and of the arguments that the
-        computation was called with.
-        """
-        opcode, count = instruction.opcode, len(instruction.arrays)
-        if opcode == "parameter":
-            return arguments[int(instruction.inside)]
-        if opcode == "tuple":
-            return [one for operand in operands for one in operand]
-        if opcode in ("bitcast", "opt-barrier"):
-            return operands[0]
-        if opcode != "get-tuple-element" and not opcode.endswith("-done"):
-            return None
-        instructions = self.computations[computation]
-        source = instructions[instruction.operands[0]]
-        if opcode == "get-tuple-element":
-            index = int(instruction.attribute(r"index=(\d+)") or 0)
-            first = sum(len(arrays_of(t)) for t in top_level_types(source.type)[:index])
-        # The type of a start is either its result alone (all-reduce) or the tuple (operands,
-        # result, contexts). Only a copy has its result first.
-        elif source.opcode == "copy-start" or len(source.arrays) == count:
-            first = 0
-        else:
-            first = sum(len(instructions[operand].arrays) for operand in source.operands)
-        return operands[0][first : first + count]
-
-    def root(self, computation: str) -> Instruction:
-        """Returns the instruction whose value a computation returns."""
-        return next(i for i in self.computations[computation].values() if i.is_root)
+    def _check(self) -> None:
+        """Raises where calls or roots are missing: all later readers rely on them."""
+        for name, instructions in self.computations.items():
+            if name not in self.roots:
+                raise _damaged(f"computation {name} has no ROOT")
+            for one in instructions.values():
+                if not one.called and (one.fuses or one.opcode == "while"):
+                    raise _damaged(f"{one.name} in {name} does not say what it calls")
+                if missing := [x for x in one.called if x not in self.computations]:
+                    raise _damaged(f"{one.name} in {name} uses {missing[0]}, which is nowhere")
 
     def results(self, computation: str) -> list[Instruction]:
         """Returns the instructions that make the root's value: a tuple's members, or the root."""
-        root = self.root(computation)
-        names = root.operands if root.opcode == "tuple" else [root.name]
-        return [self.computations[computation][name] for name in names]
+        root = self.roots[computation]
+        return root.operands if root.opcode == "tuple" else [root]
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
@@ -273,7 +267,7 @@ class Module:
         entry = self.computations[self.entry].values()
         return sorted((i for i in entry if i.opcode == "parameter"), key=lambda i: int(i.inside))
 
-    @property
+    @functools.cached_property
     def uses_host(self) -> bool:
         """Whether some array is in the memory of the host."""
         return _HOST_LAYOUT in self.text
@@ -289,15 +283,6 @@ class Module:
         pairs = re.findall(r"\{(\d*)\}: \((\d+), \{[\d,]*\}, (?:may|must)-alias\)", self.header)
         return {int(output or 0): int(parameter) for output, parameter in pairs}
 
-    @functools.cached_property
-    def _frames(self) -> dict[str, dict[int, str]]:
-        """The tables of source positions at the start of newer modules."""
-        tables = re.findall(
-            r"^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n)+)", self.text, re.MULTILINE
-        )
-        lines = {name: [row.split(" ", 1) for row in rows.splitlines()] for name, rows in tables}
-        return {name: {int(number): row for number, row in rows} for name, rows in lines.items()}
-
     def source(self, instruction: Instruction, skip: tuple[str, ...] = ()) -> str | None:
         """Returns 'file.py:12': the innermost position in a file whose path has none of `skip`."""
         for file, line in self._positions(instruction):
@@ -305,21 +290,30 @@ class Module:
                 return f"{file}:{line}"
         return None
 
-    def _positions(self, instruction: Instruction) -> list[tuple[str, str]]:
-        """Returns (file, line) of the instruction's stack frames, innermost first."""
+    def _positions(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
+        """Yields (file, line) of the instruction's stack frames, innermost first."""
         if file := instruction.attribute(r'source_file="([^"]*)"'):
-            return [(file, instruction.attribute(r"source_line=(\d+)") or "?")]
-        frame = int(instruction.attribute(r"stack_frame_id=(\d+)") or 0)
-        positions = []
-        while row := self._frames.get("StackFrames", {}).get(frame):
-            ids = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row)}
-            place = self._frames["FileLocations"].get(ids.get("file_location_id", 0), "")
-            where = dict(re.findall(r"(\w+)=(\d+)", place))
-            name = self._frames["FileNames"].get(int(where.get("file_name_id", 0)), '""')
-            positions.append((name.strip('"'), where.get("line", "?")))
+            yield file, instruction.attribute(r"source_line=(\d+)") or "?"
+        frame = instruction.attribute(r"stack_frame_id=(\d+)") or ""
+        while row := self._tables.get("StackFrames", {}).get(frame):
+            ids = _numbers(row)
+            place = _numbers(self._tables["FileLocations"].get(ids.get("file_location_id", ""), ""))
+            file = self._tables["FileNames"].get(place.get("file_name_id", ""), "")
+            yield file.strip('"'), place.get("line", "?")
             # XLA writes one more than the number of the parent's row, and 1 where there is none.
-            frame = ids.get("parent_frame_id", 1) - 1
-        return positions
+            frame = str(int(ids.get("parent_frame_id", 1)) - 1)
+
+    @functools.cached_property
+    def _tables(self) -> dict[str, dict[str, str]]:
+        """The tables of source positions at the start of newer modules: rows by their numbers."""
+        return {
+            name: dict(row.split(" ", 1) for row in rows.splitlines())
+            for name, rows in _TABLE.findall(self.text)
+        }
+
+
+def _numbers(row: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\d+)", row))
 
 
 def _damaged(what: str) -> ValueError:

@@ -19,24 +19,13 @@ import numpy as np
 from zerojax._table import shortened
 from zerojax.tools._hlo.cost import CostModel, Matmul
 from zerojax.tools._hlo.gpus import Rates, network_share
-from zerojax.tools._hlo.module import Instruction, Module
+from zerojax.tools._hlo.module import Array, Instruction, Module
 
 LINKS: tuple[str, ...] = ("inside hosts", "between hosts")
 TO_DEVICE, TO_HOST, IN_HOST = "to the device", "to the host", "in host memory"
 NOTEBOOK = re.compile(r".*[/\\]ipykernel_\d+[/\\]\d+\.py:")  # files that nobody can open
 LONGEST_NAME = 60
-ADDRESSED = "dynamic_slice_config"  # what XLA writes on a slice that it can address itself
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """One array that a collective takes, and the parameters it belongs to, where they are known."""
-
-    array: str
-    dtype: str
-    elements: int
-    nbytes: float
-    paths: tuple[str, ...] = ()
+ADDRESSED = "dynamic_slice_config"  # XLA writes it on a slice that it can address itself
 
 
 @dataclasses.dataclass
@@ -49,9 +38,9 @@ class Collective:
     """
 
     name: str
-    computation: str
+    instruction: Instruction
     kind: str
-    parts: tuple[Operand, ...]
+    parts: tuple[Array, ...]  # its operands
     members: tuple[int, ...]  # of the first of the groups of devices
     axes: tuple[str, ...] | None  # of the mesh, which groups span, where they are known
     on_host: int  # members on the first one's host
@@ -90,7 +79,7 @@ class Collective:
 
     @property
     def serves(self) -> str:
-        """The parameters it moves, where they are known; else its place in the user's code."""
+        """The parameters that it moves, where they are known; else its place in the user's code."""
         if not self.paths:
             return shortened([place_of(self.source, self.scope)], LONGEST_NAME)[0]
         named = ", ".join(shortened(self.paths[:2], LONGEST_NAME))
@@ -98,7 +87,7 @@ class Collective:
 
 
 def place_of(source: str | None, scope: str) -> str:
-    """Returns where something is in the user's code: its line, else JAX's scope."""
+    """Returns a place in the user's code: its line, else JAX's scope."""
     return NOTEBOOK.sub("cell line ", source or scope)
 
 
@@ -161,20 +150,27 @@ class Replay:
     @property
     def flops_by_dtype(self) -> Counter[str]:
         flops: Counter[str] = Counter()
-        for one in self.matmuls:
-            flops[one.dtype] += one.flops
+        for _, dtype, count in self.matmuls:
+            flops[dtype] += count
         return flops
 
     @property
     def flops(self) -> float:
-        return float(sum(one.flops for one in self.matmuls))
+        return float(self.flops_by_dtype.total())
 
 
 def replay(module: Module, rates: Rates, per_host: int = 8) -> Replay:
     """Replays a step."""
     player = _Player(module, rates, per_host)
-    player.result.step, player.result.compute = player.run(module.entry, 1, (), 0.0)
+    player.result.step, player.result.compute = player.run(module.entry, (), 0.0)
     return player.result
+
+
+Loops = tuple[Instruction, ...]  # the `while` instructions around a computation
+
+
+def _trips(loops: Loops) -> int:
+    return math.prod(1 if loop.trip_count is None else loop.trip_count for loop in loops)
 
 
 class _Player:
@@ -182,20 +178,19 @@ class _Player:
         self.module, self.rates, self.per_host = module, rates, per_host
         self.cost, self.result = CostModel(module, rates), Replay()
 
-    def run(
-        self, name: str, trips: int, loops: tuple[str, ...], origin: float
-    ) -> tuple[float, float]:
+    def run(self, name: str, loops: Loops, origin: float) -> tuple[float, float]:
         """Runs a computation once, from `origin` on; returns (elapsed, compute) seconds."""
+        trips = _trips(loops)
         now = compute = 0.0  # what compute has reached, and how much of it there was
         free: dict[str, float] = collections.defaultdict(float)  # when each lane is
-        pending: dict[str, tuple[Collective | Transfer, float, float]] = {}
+        pending: dict[Instruction, tuple[Collective | Transfer, float, float]] = {}
         for instruction in self.module.computations[name].values():
             opcode = instruction.opcode
             if opcode.endswith("-done") and instruction.operands[0] in pending:
                 one, end, computed = pending.pop(instruction.operands[0])
                 one.between = compute - computed
                 now = self.wait(one, now, end, origin)
-            elif one := self.sent(name, instruction, trips, loops):
+            elif one := self.sent(instruction, trips, loops):
                 start = max(now, *(free[lane] for lane in one.lanes))
                 end = start + one.seconds
                 free |= dict.fromkeys(one.lanes, end)
@@ -203,41 +198,35 @@ class _Player:
                 stream = "collectives" if kind else one.lanes[0]
                 self.draw(Span(origin + start, origin + end, one.name, stream, trips, kind))
                 if one.asynchronous:
-                    pending[one.name] = one, end, compute
+                    pending[instruction] = one, end, compute
                 else:
                     now = self.wait(one, now, end, origin)
             elif opcode in ("while", "call", "conditional") and instruction.called:
                 run = self.loop if opcode == "while" else self.slowest
-                elapsed, inside = run(instruction, trips, loops, origin + now)
+                elapsed, inside = run(instruction, loops, origin + now)
                 now, compute = now + elapsed, compute + inside
             else:
-                seconds = self.cost.seconds(name, instruction)
-                matmuls = self.cost.matmuls(name, instruction)
-                self.result.matmuls += [x._replace(flops=x.flops * trips) for x in matmuls]
+                seconds = self.cost.seconds(instruction)
+                matmuls = self.cost.matmuls(instruction)
+                self.result.matmuls += [(of, dtype, trips * flops) for of, dtype, flops in matmuls]
                 at = origin + now
                 self.draw(Span(at, at + seconds, instruction.name, "compute", trips))
                 now, compute = now + seconds, compute + seconds
         return now, compute
 
-    def loop(
-        self, instruction: Instruction, trips: int, loops: tuple[str, ...], origin: float
-    ) -> tuple[float, float]:
-        count = instruction.trip_count
-        if count is None:
+    def loop(self, instruction: Instruction, loops: Loops, origin: float) -> tuple[float, float]:
+        if instruction.trip_count is None:
             self.result.unknown_loops.append(instruction.name)
-            count = 1
-        around = (*loops, instruction.name)
-        elapsed, compute = self.run(instruction.body, trips * count, around, origin)
+        elapsed, compute = self.run(instruction.body, (*loops, instruction), origin)
+        count = _trips((instruction,))
         return elapsed * count, compute * count
 
-    def slowest(
-        self, instruction: Instruction, trips: int, loops: tuple[str, ...], origin: float
-    ) -> tuple[float, float]:
+    def slowest(self, instruction: Instruction, loops: Loops, origin: float) -> tuple[float, float]:
         """Runs all branches and counts the slowest: which one a step takes is unknown."""
         before, branches = self.result, []
         for name in instruction.called:
             self.result = Replay()
-            branches.append((*self.run(name, trips, loops, origin), self.result))
+            branches.append((*self.run(name, loops, origin), self.result))
         elapsed, compute, chosen = max(branches, key=lambda branch: branch[0])
         self.result = before
         for field in ("collectives", "transfers", "matmuls", "spans", "unknown_loops"):
@@ -245,45 +234,40 @@ class _Player:
         return elapsed, compute
 
     def sent(
-        self, name: str, instruction: Instruction, trips: int, loops: tuple[str, ...]
+        self, instruction: Instruction, trips: int, loops: Loops
     ) -> Collective | Transfer | None:
         """Returns the collective or the copy that an instruction is, if it is one."""
-        if instruction.collective:
-            collective = self.collective(name, instruction, trips, loops)
-            self.result.collectives.append(collective)
-            return collective
-        if not self.module.uses_host or not (copy := transfer_of(self.module, name, instruction)):
+        kind = instruction.collective
+        if not kind:
+            if self.module.uses_host and (copy := transfer_of(self.module, instruction)):
+                rate = self.rates.to_host(min(self.per_host, self.module.devices))
+                copy.trips, copy.seconds = trips, copy.nbytes / rate + self.rates.host_latency
+                self.result.transfers.append(copy)
+                return copy
             return None
-        rate = self.rates.to_host(min(self.per_host, self.module.devices))
-        copy.trips, copy.seconds = trips, copy.nbytes / rate + self.rates.host_latency
-        self.result.transfers.append(copy)
-        return copy
-
-    def collective(
-        self, name: str, instruction: Instruction, trips: int, loops: tuple[str, ...]
-    ) -> Collective:
-        kind, instructions = instruction.collective, self.module.computations[name]
-        arrays = [array for o in instruction.operands for array in instructions[o].arrays]
+        arrays = tuple(array for operand in instruction.operands for array in operand.arrays)
         members, axes = group_of(instruction, self.module.devices)
         size = len(members)
         on_host = sum(m // self.per_host == members[0] // self.per_host for m in members)
         wire = wire_bytes(kind, sum(array.nbytes for array in arrays), size)
-        return Collective(
+        one = Collective(
             instruction.name,
-            name,
+            instruction,
             kind,
-            tuple(Operand(str(a), a.dtype, a.size, a.nbytes) for a in arrays),
+            arrays,
             members,
             axes,
             on_host,
             wire_bytes=wire,
             network_bytes=wire * network_share(kind, size, on_host),
             trips=trips,
-            loops=loops,
+            loops=tuple(loop.name for loop in loops),
             asynchronous=instruction.opcode.endswith("-start"),
             scope=instruction.op_name,
             seconds=self.rates.seconds(kind, wire, size, on_host),
         )
+        self.result.collectives.append(one)
+        return one
 
     def wait(self, one: Collective | Transfer, now: float, end: float, origin: float) -> float:
         one.exposed = max(0.0, end - now)
@@ -349,29 +333,26 @@ def _numbered(shape: list[int]) -> np.ndarray:
 # -- copies
 
 
-def transfer_of(module: Module, computation: str, instruction: Instruction) -> Transfer | None:
+def transfer_of(module: Module, instruction: Instruction) -> Transfer | None:
     """Returns the copy that an instruction makes; None for one that makes none."""
+    copies = [instruction]
     if instruction.fuses:
-        inside = module.computations[instruction.called[0]]
-        pieces = [_piece(inside, one) for one in inside.values() if one.base != "copy"]
-    else:
-        pieces = [_piece(module.computations[computation], instruction)]
-    if not (pieces := [piece for piece in pieces if piece]):
+        inside = module.computations[instruction.called[0]].values()
+        copies = [one for one in inside if one.base != "copy"]
+    if not (pieces := [piece for piece in map(_piece, copies) if piece]):
         return None
     ways, nbytes, by_engine = zip(*pieces, strict=True)
     is_async = instruction.opcode.endswith("-start")
     return Transfer(instruction.name, ways[0], sum(nbytes), all(by_engine), is_async)
 
 
-def _piece(
-    instructions: dict[str, Instruction], one: Instruction
-) -> tuple[str, float, bool] | None:
+def _piece(one: Instruction) -> tuple[str, float, bool] | None:
     """Returns the way and the bytes of a copy or slice between memories, and whether the copy
     engines make it; None where both ends are in the device's memory."""
     if one.base == "copy" or one.opcode in ("dynamic-slice", "slice"):
-        source, moved = instructions[one.operands[0]], one
+        source, moved = one.operands[0], one
     elif one.opcode == "dynamic-update-slice":
-        source = moved = instructions[one.operands[1]]
+        source = moved = one.operands[1]
     else:
         return None
     before, after = source.arrays[0].on_host, one.arrays[0].on_host
