@@ -1,4 +1,4 @@
-"""`audit`: what XLA made of a step."""
+"""`audit`: compiles a step, and measures the program."""
 
 import os
 import sys
@@ -23,7 +23,8 @@ from zerojax.tools._hlo.gpus import Gpu
 from zerojax.tools._hlo.module import Module
 
 DEFAULT_PER_HOST = 8
-UNKNOWN_GPU = "H100"  # replayed where no GPU is known; no time of it is shown
+UNKNOWN_GPU = "H100"  # replayed where no GPU is known; its times are not shown
+COUNTED = {"per_host": "devices of a host", "accumulate": "microbatches"}
 
 
 def audit(
@@ -40,10 +41,10 @@ def audit(
     """Measures every collective and every byte of a compiled step.
 
     Arguments:
-        step: what `zerojax.train_step` or `jax.jit` returns, to be compiled for `state` and
-            `batch` (arrays, or shapes such as `plan.abstract()`); or a compiled program; or the
-            text of an HLO module.
-        plan: the plan of the state, where neither the state carries it nor the step was given it.
+        step: a step of `zerojax.train_step` or `jax.jit`, to be compiled for `state` and `batch`
+            (arrays, or shapes such as `plan.abstract()`); or a compiled program; or the text of an
+            HLO module.
+        plan: the plan of the state, where neither the state nor the step has it.
         gpu: whose speed to model, such as "H100"; by default that of the devices compiled for.
         per_host: how many devices share a host's links; by default as the devices say, or 8.
         accumulate: how often the step gathers its weights, where it does not say so itself: the
@@ -58,24 +59,25 @@ def audit(
         >>> print({kind: int(sent) for kind, sent in report.check().totals.items()})
         {'all-gather': 3584, 'reduce-scatter': 3584, 'all-reduce': 14}
     """
-    gpu = _checked(plan, gpu, per_host, accumulate)
+    gpu = _checked(plan, gpu, per_host=per_host, accumulate=accumulate)
     args = [arg for arg in (state, batch, rng) if arg is not None]
     recipe, program, text, warnings = getattr(step, "recipe", None), None, step, []
     if not isinstance(step, str):
-        # The plan that the state was placed by, as the step keeps to it.
+        # The plan by which the state was placed, as the step keeps to it.
         plan = _carried.carried_plan(state) or plan or (recipe.plan if recipe else None)
         plan = plan.regathering(recipe.options.regather) if plan and recipe else plan
-        program, text, warnings = _compiled(step, state, batch, args)
+        program, warnings = _compiled(step, state, batch, args)
+        text = program.as_text() or ""
     # One of the devices that the program was compiled for, where it or its plan says.
     shardings = jax.tree.leaves(getattr(program, "input_shardings", None))
     devices = plan.mesh.devices.flat if plan else (d for s in shardings for d in s.device_set)
     device = next(iter(devices), None)
-    gpu = gpu or (_gpus.of_device_kind(device.device_kind) if device else None)
-    per_host = per_host or (_mesh.on_one_host(plan.mesh) if plan else DEFAULT_PER_HOST)
     if device is None:  # the text shows a GPU by the queues that instructions run on
         backend = "gpu" if '"operation_queue_id"' in text else "cpu"
     else:
         backend = "gpu" if _compat.is_gpu(device) else device.platform
+        gpu = gpu or _gpus.of_device_kind(device.device_kind)
+    per_host = per_host or (_mesh.on_one_host(plan.mesh) if plan else DEFAULT_PER_HOST)
     module = Module(text)
     replay = _schedule.replay(module, (gpu or _gpus.GPUS[UNKNOWN_GPU]).rates, per_host)
     reading = Reading(module, plan, replay.collectives)
@@ -99,14 +101,11 @@ def audit(
     )
 
 
-def _checked(plan: object, gpu: object, per_host: object, accumulate: object) -> Gpu | None:
-    """Returns the GPU that is named, if one is; raises for options that cannot be."""
-    for name, value, unit in (
-        ("per_host", per_host, "devices of a host"),
-        ("accumulate", accumulate, "microbatches"),
-    ):
+def _checked(plan: object, gpu: object, **counts: object) -> Gpu | None:
+    """Returns the GPU that is named, if one is; raises for options that make no sense."""
+    for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r} must be a positive integer: {unit}.")
+            raise ValueError(f"{name}={value!r} must be a positive integer: {COUNTED[name]}.")
     if gpu is not None and not isinstance(gpu, str | Gpu):
         raise TypeError(f"gpu={gpu!r} names no GPU. Name one of {', '.join(_gpus.GPUS)}.")
     if plan is not None:
@@ -116,37 +115,36 @@ def _checked(plan: object, gpu: object, per_host: object, accumulate: object) ->
 
 def _compiled(
     step: Any, state: PyTree, batch: PyTree, args: Sequence[PyTree]
-) -> tuple[Compiled, str, list[str]]:
-    """Returns the compiled step, its text, and the compiler's warnings, if they are known."""
+) -> tuple[Compiled, Sequence[str]]:
+    """Returns the compiled step, and the compiler's warnings, if they are known."""
     if hasattr(step, "as_text") and not hasattr(step, "compile"):
-        return step, step.as_text() or "", list(getattr(step, "warnings", ()))
+        return step, getattr(step, "warnings", ())
     if hasattr(step, "compile"):
-        raise TypeError("audit takes what is compiled. Pass lowered.compile().")
-    if not hasattr(step, "lower") or isinstance(step, bytes):
-        if hasattr(step, "pure"):
-            raise TypeError(
-                "a step of zerojax.nnx is audited without its objects: "
-                "zerojax.audit(*step.pure(model, optimizer, batch)). On GPUs that are not there: "
-                "zerojax.forecast(step, make, batch, gpus='8xH100', stages=3).cases[0].report, "
-                "where make() returns a model and its optimizer."
-            )
+        raise TypeError("audit takes compiled programs. Pass lowered.compile().")
+    if hasattr(step, "pure"):
         raise TypeError(
-            f"audit needs something compiled or to compile, got a {type(step).__name__}. Pass what "
-            "zerojax.train_step or jax.jit returns, a compiled program, or HLO text."
+            "a step of zerojax.nnx is audited without its objects: "
+            "zerojax.audit(*step.pure(model, optimizer, batch)). On GPUs that are not there: "
+            "zerojax.forecast(step, make, batch, gpus='8xH100', stages=3).cases[0].report, "
+            "where make() returns a model and its optimizer."
+        )
+    if not hasattr(step, "lower") or isinstance(step, bytes):
+        raise TypeError(
+            f"audit needs something compiled or to compile, got a {type(step).__name__}. Pass a "
+            "step of zerojax.train_step or jax.jit, a compiled program, or HLO text."
         )
     if state is None or batch is None:
         raise TypeError(
             "audit compiles the step for a state and a batch: audit(step, state, batch)."
         )
-    program, warnings = compiled(step.lower(*args))
-    return program, program.as_text() or "", warnings
+    return compiled(step.lower(*args))
 
 
 def compiled(lowered: jax.stages.Lowered) -> tuple[Compiled, list[str]]:
-    """Compiles a step, and returns with it what the compiler warned of.
+    """Compiles a step, and returns with it the compiler's warnings.
 
-    XLA says that in native code, on standard error and nowhere else. What is written there is
-    passed on at the end: all of it after an exception, else what is not harmless.
+    XLA writes them in native code, to standard error and nowhere else. What it writes is passed on
+    at the end: all of it after an exception, else without the harmless lines.
     """
     sys.stderr.flush()
     terminal, failed = os.dup(2), True

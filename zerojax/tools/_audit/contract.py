@@ -1,4 +1,4 @@
-"""The contract of each stage's compiled program, and the rules that find where one breaks it.
+"""The contract of each stage's compiled program, and the rules that find where a program breaks it.
 
 Each rule is a function. A finding is one line: the operation, the parameter, the likely cause, the
 remedy.
@@ -19,21 +19,19 @@ from zerojax.tools._hlo.flow import ARITHMETIC
 from zerojax.tools._hlo.module import Array
 from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Collective, Transfer
 
-FEW_BYTES = 4096  # bytes that may always be reduced: losses, norms, statistics
-BIG_ALL_REDUCE = 2**20  # allowed where no plan says what is sharded
+FEW_BYTES = 4096  # a step may always reduce these: losses, norms, statistics
+BIG_ALL_REDUCE = 2**20  # the most that is allowed where no plan says what is sharded
 BIG_GATHER = 2**20  # from here on a gather in a loop should not be synchronous
 WIDE_DTYPES = {"f32", "f64"}
 NARROW_DTYPES = {"bf16", "f16"}
-ANY_COPY = 2**20  # bytes of a copy to or from the host that may be anything
-MOST_COPIED = 1.01  # times the plan's bytes, of those that are copied
-OPTIMIZER_SCOPE = "optimizer"  # what full-matrix optimizers send is their own business
+ANY_COPY = 2**20  # smaller copies to or from the host are ignored
+MOST_COPIED = 1.01  # times the plan's bytes
+OPTIMIZER_SCOPE = "optimizer"  # full-matrix optimizers may send what they need
 
 UNNAMED = (
-    "no argument of the program has the name of one of the plan's parameters, so its contract "
-    "cannot be checked. Let the step take the state as one argument, with a name of its own: "
-    "jax.jit(lambda state, batch: ...)."
+    "no argument of the program is named after a parameter of the plan, so its contract cannot be "
+    "checked. Let the step take the state as one argument: jax.jit(lambda state, batch: ...)."
 )
-
 
 Leaves = dict[str, LeafPlan]  # the sharded parameters, by path
 
@@ -44,7 +42,7 @@ def findings(report: Measurement) -> list[str]:
     plan = report.plan
     if plan is None:
         return [*general, *_all_reduces(report, {})]
-    # Those in host memory take no memory of the device, whatever their names.
+    # Parameters in host memory take no memory of the device, whatever their names.
     if not report.memory.parameters and any(not leaf.is_on_host for leaf in plan.params):
         return [UNNAMED, *general]
     leaves = {leaf.path: leaf for leaf in plan.params if leaf.update.dim is not None}
@@ -71,31 +69,31 @@ def _exchanges(report: Measurement) -> Iterator[str]:
             yield (
                 f"{one.kind} {one.name} moves {human_bytes(one.total_bytes)} ({one.serves}): no "
                 "stage needs one, so activations or weights change their layout. Look for a "
-                "with_sharding_constraint or a batch that is not sharded along its first dimension."
+                "with_sharding_constraint, or a batch that is not sharded along its first "
+                "dimension."
             )
 
 
 def _all_reduces(report: Measurement, leaves: Leaves) -> Iterator[str]:
     plan = report.plan
-    for one in _of_kinds(report, "all-reduce"):
-        for part in one.parts if _is_ours(one, plan) else ():
-            leaf = _gradient_in(part, leaves)
-            # Shards of gradients are summed over the devices that update the same one.
-            if plan and leaf and not _is_within(one, beyond(plan.batch_axes, leaf.update.axes)):
-                yield (
-                    f"all-reduce {one.name} sums the full gradient of {leaf.path} ({part}); "
-                    f"stage {plan.stage} promises a reduce-scatter, half the bytes. Take gradients "
-                    "with zerojax.value_and_grad or zerojax.train_step, and use no psum or pmean "
-                    "of gradients of your own."
-                )
-            elif plan and not leaves and part.paths:
-                continue  # stage 0; XLA may join gradients
-            elif part.nbytes > _most_reduced(part, plan):
-                yield (
-                    f"all-reduce {one.name} sums {part}, {human_bytes(part.nbytes)} "
-                    f"({one.serves}): larger than any statistic a loss should reduce. Look for "
-                    "activations summed over the data axis, or weights sharded without a gather."
-                )
+    for one, part in _arrays(report, "all-reduce"):
+        leaf = _gradient_in(part, leaves)
+        # Shards of gradients are summed over the devices that update the same one.
+        if plan and leaf and not _is_within(one, beyond(plan.batch_axes, leaf.update.axes)):
+            yield (
+                f"all-reduce {one.name} sums the full gradient of {leaf.path} ({part}); stage "
+                f"{plan.stage} promises a reduce-scatter, half the bytes. Take gradients with "
+                "zerojax.value_and_grad or zerojax.train_step, and use no psum or pmean of "
+                "gradients of your own."
+            )
+        elif plan and not leaves and part.paths:
+            continue  # stage 0; XLA may join gradients
+        elif part.nbytes > _most_reduced(part, plan):
+            yield (
+                f"all-reduce {one.name} sums {part}, {human_bytes(part.nbytes)} ({one.serves}): "
+                "larger than any statistic a loss should reduce. Look for activations summed over "
+                "the data axis, or weights sharded without a gather."
+            )
 
 
 def _reduced(report: Measurement, leaves: Leaves) -> Iterator[str]:
@@ -110,7 +108,7 @@ def _reduced(report: Measurement, leaves: Leaves) -> Iterator[str]:
 
 
 def _synchronous(report: Measurement) -> Iterator[str]:
-    # Only the loop over microbatches has the first gather of each, and nothing runs before that.
+    # The loop over microbatches has the first gather of each, and nothing runs before that.
     outer = int(report.accumulate > 1)
     for one in _of_kinds(report, "all-gather") if report.backend == "gpu" else ():
         if not one.asynchronous and len(one.loops) > outer and one.wire_bytes > BIG_GATHER:
@@ -129,54 +127,52 @@ def _gathers(report: Measurement, plan: Plan, leaves: Leaves) -> Iterator[str]:
     sharded, a parameter is gathered once: on its way near, or after the update. The last layer of a
     loop that prefetches crosses them again.
     """
-    sent: dict[tuple[str, Axes], float] = collections.defaultdict(float)
-    for one in _of_kinds(report, "all-gather"):
-        for part in one.parts if _is_ours(one, plan) else ():
-            for leaf in _leaves_of(part, leaves):
-                gathered = part.size * one.group
-                far = beyond(leaf.update.axes, leaf.near.axes)
-                far = far if _is_within(one, far) else ()
-                near = axes_size(plan.mesh, leaf.near.axes) if far else 1
-                sent[leaf.path, far] += gathered * one.trips * near / _sent(leaf)
-                if leaf.stacked and leaf.rest.dim is not None and gathered >= _sent(leaf):
-                    yield (
-                        f"all-gather {one.name} gathers all {leaf.shape[0]} layers of {leaf.path} "
-                        f"at once ({part} per device), outside of the loop over them. Scan "
-                        "over the stack itself: do not reshape, index or cast all of it before the "
-                        "loop. If the first dimension counts something other than layers, name the "
-                        "stacks that there are: zerojax.plan(..., stacked='<their paths>')."
-                    )
-    for (path, far), times in sent.items():
+    times: dict[tuple[str, Axes], float] = collections.defaultdict(float)
+    for one, part in _arrays(report, "all-gather"):
+        for leaf in _leaves_of(part, leaves):
+            gathered = part.size * one.group
+            far = beyond(leaf.update.axes, leaf.near.axes)
+            far = far if _is_within(one, far) else ()
+            near = axes_size(plan.mesh, leaf.near.axes) if far else 1
+            times[leaf.path, far] += gathered * one.trips * near / _sent(leaf)
+            if leaf.stacked and leaf.rest.dim is not None and gathered >= _sent(leaf):
+                yield (
+                    f"all-gather {one.name} gathers all {leaf.shape[0]} layers of {leaf.path} at "
+                    f"once ({part} per device), outside of the loop over them. Scan over the stack "
+                    "itself: do not reshape, index or cast all of it before the loop. If the first "
+                    "dimension counts something other than layers, name the stacks that there are: "
+                    "zerojax.plan(..., stacked='<their paths>')."
+                )
+    for (path, far), count in times.items():
         leaf = leaves[path]
         passes = 1 if far else 2 * report.accumulate if leaf.near.dim is not None else 0
         prefetches = leaf.stacked and (not far or leaf.near.axes)
         most = passes * (1 + 1 / leaf.shape[0] if prefetches else 1)
         over = f" over {' x '.join(far)}" if far and leaf.near.axes else ""
-        if times > most + 0.01:
+        if count > most + 0.01:
             yield (
-                f"{path} is gathered {times:.3g} times a step{over}; stage {plan.stage} promises "
+                f"{path} is gathered {count:.3g} times a step{over}; stage {plan.stage} promises "
                 f"at most {most:.3g}. Look for uses in several jax.checkpoint regions, or a gather "
                 "inside a loop that does not need it there."
             )
 
 
 def _dtypes(report: Measurement, leaves: Leaves) -> Iterator[str]:
-    """Finds gathers in 32 bits of what is used in 16; XLA:CPU widens whatever it moves."""
+    """Finds gathers in 32 bits of weights used in 16; XLA:CPU widens whatever it moves."""
     flops = report.replay.flops_by_dtype
     narrow = sum(count for dtype, count in flops.items() if dtype in NARROW_DTYPES)
-    if report.backend != "gpu" or narrow <= 0.9 * sum(flops.values()):
+    if report.backend != "gpu" or narrow <= 0.9 * flops.total():
         return
-    for one in _of_kinds(report, "all-gather"):
-        for part in one.parts:
-            # What rests whole is gathered after the update, in its own dtype.
-            sharded = [leaf for leaf in _leaves_of(part, leaves) if leaf.rest.dim is not None]
-            matrices = [leaf.path for leaf in sharded if len(leaf.shape) - leaf.stacked >= 2]
-            if part.dtype in WIDE_DTYPES and matrices:
-                yield (
-                    f"all-gather {one.name} moves {matrices[0]} in {part.dtype}, twice the bytes "
-                    "of the 16 bits that matmuls use. Cast the parameter before it is used, or "
-                    "pass precision=Precision(compute='bfloat16')."
-                )
+    for one, part in _arrays(report, "all-gather"):
+        # A parameter that rests whole is gathered after the update, in its own dtype.
+        sharded = [leaf for leaf in _leaves_of(part, leaves) if leaf.rest.dim is not None]
+        matrices = [leaf.path for leaf in sharded if len(leaf.shape) - leaf.stacked >= 2]
+        if part.dtype in WIDE_DTYPES and matrices:
+            yield (
+                f"all-gather {one.name} moves {matrices[0]} in {part.dtype}, twice the bytes of "
+                "the 16 bits that matmuls use. Cast the parameter before it is used, or pass "
+                "precision=Precision(compute='bfloat16')."
+            )
 
 
 def _kept(report: Measurement) -> Iterator[str]:
@@ -184,7 +180,7 @@ def _kept(report: Measurement) -> Iterator[str]:
         yield (
             f"the gathered weights of {path} are kept for backward, all layers of them ({array}). "
             "Leave regather=True, and let no jax.checkpoint policy save values computed from "
-            "weights alone."
+            "weights only."
         )
 
 
@@ -198,12 +194,10 @@ def _placement(report: Measurement) -> Iterator[str]:
 
 
 def _donation(report: Measurement) -> Iterator[str]:
-    if report.not_donated:
-        first = ", ".join(report.not_donated[:3])
-        more = len(report.not_donated) - 3
+    if count := len(report.not_donated):
+        first = ", ".join(report.not_donated[:3]) + (f" and {count - 3} more" if count > 3 else "")
         yield (
-            f"{len(report.not_donated)} leaves of the state are not donated ({first}"
-            f"{f' and {more} more' if more > 0 else ''}): they take memory twice. Leave "
+            f"{count} leaves of the state are not donated ({first}): they take memory twice. Leave "
             "donate=True, or jit your own step with donate_argnums=0 and return the state in the "
             "dtypes and shardings it came in (plan.constrain)."
         )
@@ -212,14 +206,13 @@ def _donation(report: Measurement) -> Iterator[str]:
 def _warnings(report: Measurement) -> Iterator[str]:
     for text in report.warnings:
         yield (
-            f"XLA gathers a full array to change its sharding: {text.strip()[:300]} Give it "
-            "the sharding it is used in, with a with_sharding_constraint where it is made."
+            f"XLA gathers a full array to change its sharding: {text.strip()[:300]} Where the "
+            "array is made, give it the sharding it is used in: with_sharding_constraint."
         )
 
 
 def _copies(report: Measurement, plan: Plan) -> Iterator[str]:
-    """Finds what breaks the contract of host memory, in a program for GPUs: for CPUs all memory is
-    one.
+    """Finds what breaks the contract of host memory, in a program for GPUs: CPUs have one memory.
 
     State there travels once in each direction, parameters for each use, what waits for backward
     once both ways, all of it by the copy engines.
@@ -232,16 +225,13 @@ def _copies(report: Measurement, plan: Plan) -> Iterator[str]:
             f"has {human_bytes(planned)} there. Lower the step with plan.abstract(), or place the "
             "state by this plan."
         )
-    # Forward and backward of each microbatch fetch parameters, and so does the update.
-    fetched = 2 * report.accumulate * params
-    # What a microbatch keeps there for its backward is sent and fetched once.
+    # A microbatch sends and fetches once what it keeps there for its backward.
     kept = report.memory.host_kept
-    most = {
-        TO_DEVICE: planned + fetched + report.accumulate * kept,
-        TO_HOST: planned + report.accumulate * kept,
-    }
+    sent = planned + report.accumulate * kept
+    # Forward and backward of each microbatch fetch parameters, and so does the update.
+    most = {TO_DEVICE: sent + 2 * report.accumulate * params, TO_HOST: sent}
     also = f", and what is kept there for backward, {human_bytes(kept)}" if kept else ""
-    for way in (TO_DEVICE, TO_HOST) if report.trains else ():
+    for way in most if report.trains else ():
         copied = report.host_bytes(way)
         if copied > most[way] * MOST_COPIED + ANY_COPY:
             yield (
@@ -253,7 +243,7 @@ def _copies(report: Measurement, plan: Plan) -> Iterator[str]:
             yield (
                 f"Hardly anything is copied {way} in a step, and the plan has "
                 f"{human_bytes(moments)} of optimizer state in host memory, which is not updated "
-                "then. Compare the step with one device by zerojax.verify."
+                "then. Compare the step with one device: zerojax.verify(step, state, batch)."
             )
     if report.memory.host_temporary > ANY_COPY and not kept:
         yield (
@@ -264,25 +254,24 @@ def _copies(report: Measurement, plan: Plan) -> Iterator[str]:
         # Where a microbatch begins and ends, outside of loops over layers, nothing else computes.
         is_slow = one.trips > report.accumulate and not (one.by_engine and one.asynchronous)
         if one.nbytes > ANY_COPY and (one.way == IN_HOST or is_slow):
-            yield _slow_copy(one)
+            yield f"{one.name}, {human_bytes(one.total_bytes)} a step{_slow_copy(one)}"
 
 
 def _slow_copy(one: Transfer) -> str:
-    what = f"{one.name}, {human_bytes(one.total_bytes)} a step"
     if one.way == IN_HOST:
         return (
-            f"{what}, is a copy from host memory to host memory. Look for a loop that reads and "
-            "writes one stack in host memory in the same turn."
+            ", is a copy from host memory to host memory. Look for a loop that reads and writes "
+            "one stack in host memory in the same turn."
         )
     if one.by_engine:
         return (
-            f"{what} {one.way}, is a copy that the GPU waits for: nothing computes beside it. Look "
-            "for a loop that needs at once what it fetches, or sends what it has just computed."
+            f" {one.way}, is a copy that the GPU waits for: nothing computes beside it. Look for a "
+            "loop that needs at once what it fetches, or sends what it has just computed."
         )
     return (
-        f"{what} {one.way}, is made by a kernel, which occupies the GPU, and not by its copy "
-        "engines. XLA could not tell where the slice is: index stacks in host memory by the "
-        "loop's own counter."
+        f" {one.way}, is made by a kernel, which occupies the GPU, and not by its copy engines. "
+        "XLA could not tell where the slice is: index stacks in host memory by the loop's own "
+        "counter."
     )
 
 
@@ -291,6 +280,12 @@ def _slow_copy(one: Transfer) -> str:
 
 def _of_kinds(report: Measurement, *kinds: str) -> Iterator[Collective]:
     return (one for one in report.traffic if one.kind in kinds)
+
+
+def _arrays(report: Measurement, kind: str) -> Iterator[tuple[Collective, Array]]:
+    """Yields the arrays that ZeRO's collectives of a kind take."""
+    ours = (one for one in _of_kinds(report, kind) if _is_ours(one, report.plan))
+    return ((one, part) for one in ours for part in one.parts)
 
 
 def _is_ours(one: Collective, plan: Plan | None) -> bool:
@@ -306,7 +301,7 @@ def _is_within(one: Collective, axes: Axes) -> bool:
 
 
 def _is_known(one: Collective, within: str = "") -> bool:
-    """Whether a collective moves gradients as codes; or rows of a table, in this scope."""
+    """Whether a collective moves quantized gradients; or rows of a table, in this scope."""
     is_of_rows = _rows.ROWS_SCOPE in one.scope and within in one.scope
     return _codecs.MESSAGES_SCOPE in one.scope or is_of_rows
 

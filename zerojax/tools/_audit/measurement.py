@@ -26,8 +26,8 @@ OURS = (
     "/optax/",
     "/jaxlib/",
 )
-IN_FLOAT32 = ("f32", IN_FULL)
-BF16 = "bfloat16"
+BF16, FLOAT32 = "bfloat16", "float32"
+DTYPES = {"bf16": BF16, "f16": "float16", "f32": FLOAT32, IN_FULL: FLOAT32}  # XLA's, as JAX's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,8 @@ class MemoryUse:
 
     @property
     def host_kept(self) -> int:
-        """What waits for backward in host memory: temporary there, and no copy of the state."""
+        """Bytes that wait for backward in host memory: temporary there, and no copy of the
+        state."""
         return self.host_temporary if self.host_donated == self.on_host else 0
 
     @property
@@ -118,17 +119,16 @@ class Measurement:
 
     @property
     def caveat(self) -> str:
-        """What is to be known of the modelled times, if anything."""
+        """A reason not to trust the modelled times, if there is one."""
         on_cpu = self.gpu is not None and self.backend == "cpu"
         return "compiled for CPUs, where no collective runs beside compute" if on_cpu else ""
 
     @property
     def matmuls(self) -> tuple[str, ...]:
-        """The dtypes that matmuls are in, but for those of few FLOPs."""
-        known = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", IN_FULL: "float32"}
+        """The dtypes of matmuls, without those of few FLOPs."""
         flops = self.replay.flops_by_dtype
         most = max(flops.values(), default=0)
-        many = {known.get(dtype, dtype) for dtype, count in flops.items() if count > most * FEW}
+        many = {DTYPES.get(dtype, dtype) for dtype, count in flops.items() if count > most * FEW}
         return tuple(sorted(many))
 
     @property
@@ -138,11 +138,11 @@ class Measurement:
         if BF16 in self.written and BF16 not in self.matmuls:
             gpu = self.gpu.name if self.gpu else "GPU"
             return f"written in {BF16}, which a {gpu} does not have: compute in float16"
-        if len(self.matmuls) < 2 or "float32" not in self.matmuls:
+        if len(self.matmuls) < 2 or FLOAT32 not in self.matmuls:
             return ""
         places: Counter[str] = Counter()
         for instruction, dtype, flops in self.replay.matmuls:
-            if dtype in IN_FLOAT32:
+            if DTYPES.get(dtype) == FLOAT32:
                 source = self.module.source(instruction, OURS)
                 place = place_of(source, instruction.op_name)
                 places[place.rsplit("/", 1)[-1] if source else place] += flops

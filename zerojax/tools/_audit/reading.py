@@ -1,8 +1,8 @@
 """A compiled module read against a plan: its arguments by path, what its collectives serve, and
 what its memory holds.
 
-Weights are known by the argument they come from, gradients and updated parameters by the output
-they end up in.
+Weights are known by the argument that they come from, gradients and updated parameters by the
+output that they end up in.
 """
 
 import collections
@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from jax.stages import Compiled
@@ -38,14 +38,12 @@ class Reading:
         self.collectives = collectives
         self.leaves = {leaf.path: leaf for leaf in plan.leaves} if plan else {}
         self.paths = [parameter_path(parameter) for parameter in module.parameters]
-        self.kinds = [self._kind(path) for path in self.paths]
+        kinds = {path: leaf.kind for path, leaf in self.leaves.items()}
+        if plan is None:
+            firsts = {path: path.split("/")[0] for path in self.paths}
+            kinds = {path: kind for path, kind in firsts.items() if kind in STATE_KINDS[:2]}
+        self.kinds = [kinds.get(path, "batch") for path in self.paths]
         self.lineage = _flow.Lineage(module, through=_codecs.ENCODING)
-
-    def _kind(self, path: str) -> str:
-        if self.plan is not None:
-            return self.leaves[path].kind if path in self.leaves else "batch"
-        first = path.split("/")[0]
-        return first if first in (_state.PARAMS, _state.OPT_STATE) else "batch"
 
     @functools.cached_property
     def served(self) -> dict[tuple[str, int], list[str]]:
@@ -55,10 +53,10 @@ class Reading:
         These are parameters where there are any: the same gradient updates their moments.
         """
         numbers: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
-        for output, labels in enumerate(self.lineage.outputs):
-            for kind, name, at in labels if output in self.module.aliases else ():
+        for output, number in self.module.aliases.items():
+            for kind, name, at in self.lineage.outputs[output]:
                 if kind != ARGUMENT:
-                    numbers[name, at].append(self.module.aliases[output])
+                    numbers[name, at].append(number)
         params = {n for n, kind in enumerate(self.kinds) if kind == _state.PARAMS}
         return {
             array: [self.paths[n] for n in [n for n in of if n in params] or of]
@@ -78,19 +76,15 @@ class Reading:
         ]
 
     def _parts(self, one: Collective) -> Iterator[Array]:
-        """Yields the arrays of a collective, each with the parameters it belongs to."""
-        origins = [
-            labels
-            for operand in one.instruction.operands
-            for labels in self.lineage.values.get(operand, [])
-        ]
+        """Yields the arrays of a collective, each with the parameters that it belongs to."""
+        operands = one.instruction.operands
+        origins = [labels for x in operands for labels in self.lineage.values.get(x, [])]
         rows_of = _rows.parameter(one.scope) if one.kind == "all-to-all" else None
         for at, part in enumerate(one.parts):
             paths = [rows_of] if rows_of else self.served.get((one.name, at))
             if paths is None:
-                labels = origins[at] if at < len(origins) else ()
-                numbers = sorted(number for kind, _, number in labels if kind == ARGUMENT)
-                paths = [self.paths[number] for number in numbers if self.paths[number]]
+                arguments = _arguments(origins[at] if at < len(origins) else ())
+                paths = [self.paths[number] for number in arguments if self.paths[number]]
             yield dataclasses.replace(part, paths=tuple(paths))
 
     def not_donated(self) -> Iterator[str]:
@@ -119,7 +113,7 @@ class Reading:
             if instruction.opcode != "while":
                 continue
             for array, of_array in zip(instruction.arrays, labels, strict=True):
-                for number in sorted(number for kind, _, number in of_array if kind == ARGUMENT):
+                for number in _arguments(of_array):
                     leaf = stacked.get(self.paths[number])
                     shapes = (leaf.padded_shape, leaf.shape) if leaf else ()
                     if leaf and array.size in map(math.prod, shapes):
@@ -163,15 +157,11 @@ class Reading:
 
     def _temporary(self) -> Counter[str]:
         """Counts the bytes of the buffers alive at the schedule's peak, by use."""
-        reduced = {
-            (operand, 0)
-            for one in self.collectives
-            if one.kind in ARITHMETIC
-            for operand in one.instruction.operands
-        }
-        # Those of microbatches are summed before they are reduced: the sums, and what is added to
-        # them.
-        reduced = _flow.summed_in(self.module, reduced)
+        reducing = [one.instruction for one in self.collectives if one.kind in ARITHMETIC]
+        operands = [(operand, 0) for one in reducing for operand in one.operands]
+        # Gradients of microbatches are summed before they are reduced: so are the sums and what is
+        # added to them.
+        reduced = _flow.summed_in(self.module, operands)
         sizes: Counter[str] = Counter()
         for buffer, holders in _flow.peak(self.module).items():
             sizes[self._use(holders, reduced)] += int(_flow.device_bytes([buffer]))
@@ -184,8 +174,13 @@ class Reading:
             labels.update(*self.lineage.values.get(instruction, [])[at : at + 1])
         if not reduced.isdisjoint(holders) or any(kind in ARITHMETIC for kind, _, _ in labels):
             return "gradients"
-        arguments = (self.kinds[number] for kind, _, number in labels if kind == ARGUMENT)
-        return "gathered" if _state.PARAMS in arguments else "activations"  # a batch is copied, too
+        kinds = {self.kinds[number] for number in _arguments(labels)}
+        return "gathered" if _state.PARAMS in kinds else "activations"  # a batch is copied, too
+
+
+def _arguments(labels: Iterable[Origin]) -> list[int]:
+    """Returns the numbers of the arguments among some origins."""
+    return sorted(number for kind, _, number in labels if kind == ARGUMENT)
 
 
 def parameter_path(parameter: Instruction) -> str:

@@ -1,10 +1,11 @@
 """The report of an audit: its findings, its table, its picture."""
 
+import collections
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
@@ -18,49 +19,28 @@ from zerojax.tools._audit.measurement import Measurement
 from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Collective, Span
 
 LARGEST_SHOWN = 40  # of the printed table; to_dict has them all
-# What a collective has in each column, and a sentence about it.
-TRAFFIC: dict[str, tuple[Callable[[Collective], str], str]] = {
-    "collective": (lambda one: one.kind, "The kind of collective that XLA compiled."),
-    "dtype": (lambda one: ",".join(one.dtypes), "The dtypes in which arrays travel."),
-    "sent": (
-        lambda one: human_bytes(one.wire_bytes),
-        "The bytes that a device sends each time that the collective runs.",
-    ),
-    "times": (lambda one: str(one.trips), "How often it runs in a step."),
-    "loops": (lambda one: str(len(one.loops)), "How many loops it is in, one inside the other."),
-    "group": (
-        lambda one: " x ".join(one.axes) if one.axes else str(one.group),
-        "The mesh axes over which devices take part, or how many devices do.",
-    ),
-    "when": (
-        lambda one: "async" if one.asynchronous else "sync",
-        "Whether it may run beside compute (async), or compute waits for it (sync).",
-    ),
-    "between": (
-        lambda one: human_time(one.between),
-        "The compute, modelled, that is scheduled between its start and its end.",
-    ),
-    "exposed": (
-        lambda one: human_time(one.exposed),
-        "The time, modelled, that the device waits for it each time that it runs.",
-    ),
-    "serves": (
-        lambda one: one.serves,
-        "The parameters that it moves, or else the line of your code that it comes from.",
-    ),
+TRAFFIC_EXPLAINED = {
+    "collective": "The kind of collective that XLA compiled.",
+    "dtype": "The dtypes in which arrays travel.",
+    "sent": "The bytes that a device sends each time that the collective runs.",
+    "times": "How often it runs in a step.",
+    "loops": "How many loops it is in, one inside the other.",
+    "group": "The mesh axes over which devices take part, or how many devices do.",
+    "when": "Whether it may run beside compute (async), or compute waits for it (sync).",
+    "between": "The compute, modelled, that is scheduled between its start and its end.",
+    "exposed": "The time, modelled, that the device waits for it each time that it runs.",
+    "serves": "The parameters that it moves, or else the line of your code that it comes from.",
 }
-TRAFFIC_EXPLAINED = {title: sentence for title, (_, sentence) in TRAFFIC.items()}
+TIME_COLUMNS = ("between", "exposed")  # for a GPU whose speed is known
 ON_CPUS = (
     "Gathered weights and the order of collectives are those of CPU code; "
     "zerojax.aot.mesh('8xH100') compiles for GPUs."
 )
-TIME_COLUMNS = ("between", "exposed")  # of a GPU whose speed is known
-# What needs less memory, below stage 3 and at it.
+# Ways to need less memory, below stage 3 and at it.
 LESS_MEMORY = (
     "a higher stage, jax.checkpoint around layers, or accumulate=",
     "jax.checkpoint around layers, accumulate=, the host's memory (offload=), or more devices",
 )
-
 # Readable in grey too: each is darker than the one before.
 TIMELINE_COLOURS = {
     "compute": "#a6cee3",
@@ -114,43 +94,36 @@ class Report(Printed, Measurement):
             stage = "" if self.plan is None else f" of stage {self.plan.stage}"
             broken = [f"the contract{stage}"] * bool(self._findings)
             broken += ["the limits of this check"] * (len(findings) > len(self._findings))
-            lines = "\n".join(f"  - {line}" for line in findings)
-            what = " and ".join(broken)
-            raise AssertionError(f"the compiled program breaks {what}:\n{lines}")
+            lines = "".join(f"\n  - {line}" for line in findings)
+            raise AssertionError(f"the compiled program breaks {' and '.join(broken)}:{lines}")
         return self
 
     def to_dict(self) -> dict[str, object]:
         """Returns everything as plain Python values."""
-        memory = self.memory
-        traffic = []
+        memory, traffic = self.memory, []
         for one in self.traffic:
             fields = dataclasses.asdict(dataclasses.replace(one, instruction=None))
             del fields["instruction"], fields["members"]
             derived = {name: getattr(one, name) for name in ("group", "total_bytes", "serves")}
             traffic.append(fields | derived)
-        return {
-            "devices": self.devices,
-            "gpu": self.gpu.name if self.gpu else None,
-            "backend": self.backend,
-            "stage": self.plan.stage if self.plan else None,
+        plain = {name: v for name, v in vars(self).items() if isinstance(v, str | int | tuple)}
+        return plain | {
             "step_seconds": self.step_seconds,
-            "compute_seconds": self.replay.compute if self.gpu else None,
             "exposed_seconds": self.exposed_seconds,
             "overlap": self.overlap,
-            "matmul_flops": self.replay.flops,
             "wire_bytes": self.wire_bytes,
             "network_bytes": self.network_bytes,
+            "gpu": self.gpu.name if self.gpu else None,
+            "stage": self.plan.stage if self.plan else None,
+            "compute_seconds": self.replay.compute if self.gpu else None,
+            "matmul_flops": self.replay.flops,
             "wire_bytes_by_kind": self.totals,
             "bytes_to_device": self.host_bytes(TO_DEVICE),
             "bytes_to_host": self.host_bytes(TO_HOST),
             "host_wait_seconds": self.replay.waited if self.gpu else None,
             "memory": dataclasses.asdict(memory)
             | {"peak": memory.peak, "temporary": memory.temporary},
-            "not_donated": list(self.not_donated),
-            "placement": [list(pair) for pair in self.placement],
-            "kept": [list(pair) for pair in self.kept],
-            "warnings": list(self.warnings),
-            "unknown_loops": list(self.replay.unknown_loops),
+            "unknown_loops": self.replay.unknown_loops,
             "traffic": traffic,
         }
 
@@ -164,10 +137,10 @@ class Report(Printed, Measurement):
         figure, axes = _figures.panels(2.8)
         spans = drawn_once([span for span in self.replay.spans if span.stream != IN_HOST])
         lanes = {name: at for name, at in LANES.items() if at >= 0 or self.replay.transfers}
-        drawn: dict[str, list[Span]] = {}
+        drawn: dict[str, list[Span]] = collections.defaultdict(list)
         for span in spans:
-            known = span.kind in TIMELINE_COLOURS or span.stream != "collectives"
-            drawn.setdefault((span.kind or span.stream) if known else "other", []).append(span)
+            what = span.kind or span.stream
+            drawn[what if what in TIMELINE_COLOURS else "other"].append(span)
         for what in (what for what in TIMELINE_COLOURS if what in drawn):
             bars = [(1e3 * span.start, 1e3 * (span.end - span.start)) for span in drawn[what]]
             place = (lanes[drawn[what][0].stream] - 0.4, 0.8)
@@ -196,10 +169,11 @@ class Report(Printed, Measurement):
 
     def table(self) -> Table:
         largest = sorted(self.traffic, key=lambda one: -one.total_bytes)[:LARGEST_SHOWN]
-        shown = {k: v for k, v in TRAFFIC.items() if self.gpu or k not in TIME_COLUMNS}
+        shown = [title for title in TRAFFIC_EXPLAINED if self.gpu or title not in TIME_COLUMNS]
+        rows = [dict(zip(TRAFFIC_EXPLAINED, _cells(one), strict=True)) for one in largest]
         return Table(
-            list(shown),
-            [[cell(one) for cell, _ in shown.values()] for one in largest],
+            shown,
+            [[row[title] for title in shown] for row in rows],
             title=[*self._summary(), ""],
             notes=self._notes(),
             right=("sent", "times", "loops", *TIME_COLUMNS),
@@ -208,44 +182,41 @@ class Report(Printed, Measurement):
         )
 
     def _summary(self) -> list[str]:
-        memory = self.memory
-        stage = f"ZeRO stage {self.plan.stage}, " if self.plan else ""
-        if self.plan is not None and self.plan.is_grouped:
-            stage += f"{groups_text(self.plan.groups)}, "
+        memory, replay, plan = self.memory, self.replay, self.plan
+        stage = f"ZeRO stage {plan.stage}, " if plan else ""
+        stage += f"{groups_text(plan.groups)}, " if plan and plan.is_grouped else ""
+        kinds = "".join(f", {kind} {human_bytes(sent)}" for kind, sent in self.totals.items())
+        between = f"; {human_bytes(self.network_bytes)} between hosts" * bool(self.network_bytes)
         lines = [
             f"{stage}{self.devices} devices ({self.gpu.name if self.gpu else self.backend})",
             f"memory per device  {memory.on_device}",
-            "sent per device    "
-            + human_bytes(self.wire_bytes)
-            + "".join(f", {kind} {human_bytes(sent)}" for kind, sent in self.totals.items())
-            + (f"; {human_bytes(self.network_bytes)} between hosts" if self.network_bytes else ""),
+            f"sent per device    {human_bytes(self.wire_bytes)}{kinds}{between}",
         ]
         if memory.on_host or memory.host_kept:
-            kept = human_bytes(memory.host_kept)
-            ways = (f"{human_bytes(self.host_bytes(way))} {way}" for way in (TO_DEVICE, TO_HOST))
+            kept = f", {human_bytes(memory.host_kept)} kept for backward" * bool(memory.host_kept)
+            ways = [f"{human_bytes(self.host_bytes(way))} {way}" for way in (TO_DEVICE, TO_HOST)]
             lines.append(
-                f"host memory        {human_bytes(memory.on_host)} of each device's state"
-                f"{f', {kept} kept for backward' if memory.host_kept else ''}; copied in a step: "
-                f"{', '.join(ways)}"
+                f"host memory        {human_bytes(memory.on_host)} of each device's state{kept}; "
+                f"copied in a step: {', '.join(ways)}"
             )
             lines += _offload.told_of_pool(self.pinned)
-        elif self.backend == "cpu" and self.plan is not None and self.plan.offloads:
+        elif self.backend == "cpu" and plan is not None and plan.offloads:
             lines.append("host memory        is counted as the device's: CPUs have one memory")
         if self.gpu:
-            waits = f", waiting for the host {human_time(self.replay.waited)}"
+            waits = f", waiting for the host {human_time(replay.waited)}" * bool(replay.transfers)
             lines.append(
-                f"modelled step      {human_time(self.replay.step)}: compute "
-                f"{human_time(self.replay.compute)}, exposed communication "
-                f"{human_time(self.replay.exposed)}{waits if self.replay.transfers else ''} "
+                f"modelled step      {human_time(replay.step)}: compute "
+                f"{human_time(replay.compute)}, exposed communication "
+                f"{human_time(replay.exposed)}{waits} "
                 f"(overlap {self.overlap or 0:.3f}{self.caveat and f'; {self.caveat}'})"
             )
         if self.wide_matmuls:
             lines.append(f"matmuls            in {' and '.join(self.matmuls)}: {self.wide_matmuls}")
-        if self.replay.unknown_loops:
-            names = ", ".join(self.replay.unknown_loops[:3])
+        if replay.unknown_loops:
+            names = ", ".join(replay.unknown_loops[:3])
             lines.append(f"loops of unknown length are counted once: {names}")
         lines += [f"warning: {text}" for text in self.warnings]
-        return lines if self.plan is None else [*lines, self._verdict(self.plan.stage)]
+        return lines if plan is None else [*lines, self._verdict(plan.stage)]
 
     def _verdict(self, stage: int) -> str:
         """Says whether the stage's contract holds."""
@@ -267,6 +238,21 @@ class Report(Printed, Measurement):
         if self.backend == "cpu" and narrow and jnp.finfo(narrow).bits < 32:
             lines.append(f"CPUs send {jnp.dtype(narrow).name} as f32; GPUs do not.")
         return lines
+
+
+def _cells(one: Collective) -> tuple[str, ...]:
+    return (
+        one.kind,
+        ",".join(one.dtypes),
+        human_bytes(one.wire_bytes),
+        str(one.trips),
+        str(len(one.loops)),
+        " x ".join(one.axes) if one.axes else str(one.group),
+        "async" if one.asynchronous else "sync",
+        human_time(one.between),
+        human_time(one.exposed),
+        one.serves,
+    )
 
 
 def check_limits(max_peak_bytes: object, min_overlap: object) -> None:
