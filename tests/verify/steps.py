@@ -110,4 +110,5 @@ def check_by_hand(fault="", tx=ADAM, stage=0, loss=mean_loss, rng=None, devices=
     plan = zerojax.plan(state, stage=stage, tx=tx, min_shard_size=0, mesh=mesh)
     step = by_hand(plan, tx, loss, fault, rng is not None)
     batch = zerojax.shard_batch(X[: ROWS // devices * devices], plan=plan)
-    return zerojax.verify(step, plan.place(state), batch, rng, loss_fn=loss, tx=tx, plan=plan)
+    like = zerojax.train_step(loss, tx=tx, plan=plan)
+    return zerojax.verify(step, plan.place(state), batch, rng, like=like)

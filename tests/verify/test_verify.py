@@ -112,7 +112,8 @@ def test_gradients_that_a_step_returns_are_compared():
         new = plan.constrain(state.apply_gradients(grads=grads))
         return new, {"loss": value, "grads": grads}
 
-    check = functools.partial(zerojax.verify, state=state, batch=X, loss_fn=mean_loss, tx=tx)
+    like = zerojax.train_step(mean_loss, tx=tx)
+    check = functools.partial(zerojax.verify, state=state, batch=X, like=like)
     assert check(jax.jit(lambda s, x: step(s, x, 1))).ok
     wrong = check(jax.jit(lambda s, x: step(s, x, 3)))
     assert {c.path for c in wrong.wrong} == {"grads/w", "params/w"}
@@ -141,8 +142,8 @@ def padded_tuple(change):
             "grads": plan.pad_params(grads),
         }
 
-    given = {"loss_fn": mean_loss, "tx": tx, "plan": plan}
-    return zerojax.verify(jax.jit(step), plan.place(state), SOME, **given)
+    like = zerojax.train_step(mean_loss, tx=tx, plan=plan)
+    return zerojax.verify(jax.jit(step), plan.place(state), SOME, like=like)
 
 
 def test_padding_that_is_not_zero_is_wrong():
@@ -265,10 +266,15 @@ STEP = zerojax.train_step(masked_loss)
 @pytest.mark.parametrize(
     ("step", "batch", "options", "message"),
     [
-        (None, MASKED, {}, r"cannot know its loss. Pass zerojax.verify\(step.*loss_fn=loss_fn\)"),
-        (3, MASKED, {"loss_fn": masked_loss}, r"returned a int.*wrap yours, lambda state, batch"),
-        (STEP, MASKED, {"accumulate": 2}, "knows its loss and options. Leave accumulate= out"),
-        (STEP, {"x": X[:3], "mask": MASK[:3]}, {}, "which do not divide over 2 devices"),
+        (
+            None,
+            MASKED,
+            {},
+            r"cannot know its loss. Pass one .*like=zerojax.train_step\(loss_fn\)\)",
+        ),
+        (None, MASKED, {"like": masked_loss}, "does not come from zerojax.train_step"),
+        (3, MASKED, {"like": STEP}, r"returned a int.*wrap yours, lambda state, batch"),
+        (STEP, {"x": X[:3], "mask": MASK[:3]}, {}, "which does not divide over 2 devices"),
     ],
 )
 def test_steps_that_cannot_be_verified(step, batch, options, message):
@@ -292,4 +298,4 @@ def test_a_state_too_large_for_one_device_is_refused_before_anything_runs():
     needed = 2 * (3 * 24 * 16 * 4 + 8) + 2 * 24 * 16 * 4
     text = r"needs {:.1f} KiB on cuda:0, and 4.0 KiB are free.*device=jax.devices\('cpu'\)"
     with pytest.raises(ValueError, match=text.format(needed / 1024)):
-        zerojax.verify(step, placed(), MASKED, loss_fn=masked_loss, device=Small())
+        zerojax.verify(step, placed(), MASKED, like=STEP, device=Small())

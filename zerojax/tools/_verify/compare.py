@@ -285,6 +285,12 @@ def _raw(value: PyTree) -> np.ndarray:
     return np.asarray(jax.random.key_data(value) if is_key(value) else value)
 
 
+def largest(values: ArrayLike | Sequence[float]) -> float:
+    """Returns the largest size of the finite values."""
+    sizes = np.abs(np.asarray(values, np.float64))
+    return float(np.max(sizes, where=np.isfinite(sizes), initial=0.0))
+
+
 def difference(value: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """Returns the distance of each element; what is not finite must be equal."""
     with np.errstate(invalid="ignore"):

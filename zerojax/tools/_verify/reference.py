@@ -79,8 +79,7 @@ class Reference:
         plan: Plan,
         state: PyTree,
         args: Sequence[PyTree],
-        *,
-        device: Device | None = None,
+        device: Device | None,
     ) -> None:
         self.recipe, self.plan = recipe, plan
         self.device = plan.mesh.devices.flat[0] if device is None else device

@@ -2,15 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, Protocol
+from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.typing import ArrayLike
 
-from zerojax._declared import option, takes
-from zerojax._loss import arguments as _arguments, batch as _batch
+from zerojax._declared import switch
+from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields, without_fields
 from zerojax._plan import mesh as _mesh
@@ -18,20 +17,18 @@ from zerojax._plan.plan import Plan
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step.grad import loss_and_grads
 from zerojax._step.step import Recipe, grad_norm
-from zerojax._step.step_options import TX, EvalOptions
 from zerojax._types import Device, PyTree
 from zerojax.tools._verify import causes as _causes, compare as _compare, draws as _draws
-from zerojax.tools._verify.compare import NOT_FINITE, RIGHT, Check, Verification
+from zerojax.tools._verify.compare import NOT_FINITE, RIGHT, Check, Verification, largest
 from zerojax.tools._verify.reference import Comparison, Reference, Replayed, averaged
 
-P = ParamSpec("P")
 WHOLE_BATCH = "loss on the whole batch"
 # One device rounds batches of both sizes alike, whatever the dtype.
 MEANING_TOLERANCE = 5e-3
 NOTHING_TO_COMPARE = (
     "Gradients or the new state are not finite on one device either, which leaves nothing to "
-    "compare. Find where with the plain loss on one device, under jax.debug_nans(True), and verify "
-    "with a batch and a state that are finite."
+    "compare. Find the operation with the plain loss on one device, under jax.debug_nans(True), "
+    "and verify with a batch and a state that are finite."
 )
 DRAWS_DIFFER = (
     "Each part has its own key, so the whole batch's loss is another sample and is not compared. "
@@ -39,62 +36,16 @@ DRAWS_DIFFER = (
 )
 
 
-def _tolerance(tolerance: object) -> object:
-    is_number = isinstance(tolerance, int | float | np.number)
-    if tolerance is not None and not (is_number and tolerance >= 0):
-        raise ValueError(
-            f"tolerance={tolerance!r} must be a number from 0: how far values may differ, relative "
-            "to the largest. Leave it out for one that fits their dtypes."
-        )
-    return tolerance
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifyOptions(EvalOptions):
-    """What is compared; and what a step is made of that does not come from `train_step`."""
-
-    loss_fn: Callable[..., PyTree] | None = option(
-        None,
-        """the loss of a step that `train_step` did not make. All but the last three options are
-        those of such a step.""",
-    )
-    tx: optax.GradientTransformation | None = TX
-    accumulate: int = option(1, "its number of microbatches.", check=_batch.check_accumulate)
-    whole_batch: bool = option(
-        True,
-        """whether the loss should be that of the whole batch too. With a key, the two are compared
-        with all random numbers alike: dropout keeps everything.""",
-    )
-    tolerance: float | None = option(
-        None,
-        """relative; default, by the narrowest dtype that the loss, its `precision` and the
-        parameters have.""",
-        check=_tolerance,
-    )
-    device: Device | None = option(None, "where to replay; default, the first one of the mesh.")
-
-
-OF_VERIFY = ("whole_batch", "tolerance", "device")  # the options that are not the step's
-
-
-class _Verifying(Protocol[P]):
-    def __call__(
-        self, step: Any, state: PyTree, batch: PyTree, rng: PyTree = None, *a: P.args, **k: P.kwargs
-    ) -> Verification: ...
-
-
-def _takes(options: Callable[P, Any]) -> Callable[[Callable[..., Verification]], _Verifying[P]]:
-    """Has type checkers see the options, as `takes`, and that the key may be left out."""
-    return takes(options)  # type: ignore[reportReturnType]
-
-
-@_takes(VerifyOptions)
 def verify(
     step: Callable[..., PyTree],
     state: PyTree,
     batch: PyTree,
     rng: PyTree = None,
-    options: Any = None,
+    *,
+    like: Callable[..., PyTree] | None = None,
+    whole_batch: bool = True,
+    tolerance: float | None = None,
+    device: Device | None = None,
 ) -> Verification:
     """Replays one step on one device, and compares loss, gradients and new state.
 
@@ -108,7 +59,13 @@ def verify(
             and `aux`.
         state: a placed state, not donated.
         batch, rng: as the step takes them.
-        {options}
+        like: for a step that you wrote yourself, one of `train_step` that should do the same: its
+            loss and its options are replayed.
+        whole_batch: whether the loss should be that of the whole batch too. With a key, the two are
+            compared with all random numbers alike: dropout keeps everything.
+        tolerance: relative; default, by the narrowest dtype of the loss, its `precision` and the
+            parameters.
+        device: where to replay; default, the first one of the mesh.
 
     Returns:
         A `Verification`: prints as a table; `.ok`, `.check()`, `.to_dict()`.
@@ -121,44 +78,57 @@ def verify(
         >>> zerojax.verify(step, state, np.ones((8, 64), np.float32)).ok
         True
     """
-    recipe = _recipe_of(step, options)
+    recipe = _recipe_of(step if like is None else like)
+    switch("whole_batch")(whole_batch)
+    is_number = isinstance(tolerance, int | float | np.number)
+    if tolerance is not None and not (is_number and tolerance >= 0):
+        raise ValueError(
+            f"tolerance={tolerance!r} must be a number from 0: how far values may differ, relative "
+            "to the largest. Leave it out for one that fits their dtypes."
+        )
     _arguments.check_kinds(state, batch)
     _refusals.check_alive(state)
     _refusals.check_values(batch, "batch")
     _refusals.check_values(rng, "rng")
-    planned = _plan_of(state, recipe)
+    plan = _plan_of(state, recipe)
     args = (batch,) if rng is None else (batch, rng)
     with _mesh.unset():
-        reference = Reference(recipe, planned, state, args, device=options.device)
-    results = _results(step, recipe, planned, state, args)
-    by_hand = not hasattr(step, "recipe")
+        reference = Reference(recipe, plan, state, args, device)
+    # As the step may donate its arguments, it gets copies.
+    copied = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, (state, *args))
+    result = jax.block_until_ready(step(*copied))
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            f"the step returned a {type(result).__name__}. verify takes steps that return (new "
+            "state, metrics): wrap yours, lambda state, batch: (new_state, {'loss': loss})."
+        )
+    new_state, metrics = result
+    metrics = dict(metrics) if isinstance(metrics, Mapping) else {"loss": metrics}
+    grads = metrics.get("grads")
+    if like is None:
+        grads = jax.jit(lambda *args: _gradients(recipe, plan, *args))(state, args)
     with _mesh.unset():
-        return _verified(reference, results, by_hand, options.whole_batch, options.tolerance)
+        parts = reference.replay()
+        relative = reference.tolerance(parts) if tolerance is None else tolerance
+        comparison = Comparison(reference, parts, relative, new_state, metrics, grads)
+        return _verified(comparison, like is not None, whole_batch, tolerance)
 
 
-def _recipe_of(step: Any, options: VerifyOptions) -> Recipe:
-    """Returns the recipe of a step from `train_step`, or one made of the options of another."""
+def _recipe_of(step: Any) -> Recipe:
+    """Returns the loss and the options of a step; raises for one that the library did not make."""
     if hasattr(step, "pure"):
         raise TypeError(
             "a step of zerojax.nnx is verified without its objects: "
             "zerojax.verify(*step.pure(model, optimizer, batch))."
         )
-    fields = [field for field in dataclasses.fields(options) if field.name not in OF_VERIFY]
-    changed = [f"{x.name}=" for x in fields if getattr(options, x.name) != x.default]
-    if hasattr(step, "recipe"):
-        if changed:
-            raise ValueError(
-                "a step from zerojax.train_step knows its loss and options. Leave "
-                f"{' and '.join(changed)} out."
-            )
-        return step.recipe
-    if options.loss_fn is None:
+    if not hasattr(step, "recipe"):
         raise TypeError(
             "the step does not come from zerojax.train_step, so verify cannot know its loss. Pass "
-            "zerojax.verify(step, state, batch, loss_fn=loss_fn), and tx=, plan=, accumulate=, "
-            "mutable= where they apply."
+            "one that should do the same: zerojax.verify(step, state, batch, "
+            "like=zerojax.train_step(loss_fn)), with tx=, plan=, accumulate= or mutable= where "
+            "they apply."
         )
-    return Recipe(options.loss_fn, options)
+    return step.recipe
 
 
 def _plan_of(state: PyTree, recipe: Recipe) -> Plan:
@@ -174,43 +144,19 @@ def _plan_of(state: PyTree, recipe: Recipe) -> Plan:
     return plan
 
 
-def _results(
-    step: Callable[..., PyTree], recipe: Recipe, plan: Plan, state: PyTree, args: Sequence[PyTree]
-) -> tuple[PyTree, dict[str, PyTree], PyTree]:
-    """Runs the step on copies, as it may donate what it takes; returns the new state, the metrics,
-    and the gradients where they are known."""
-    copied = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, (state, *args))
-    result = jax.block_until_ready(step(*copied))
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(
-            f"the step returned a {type(result).__name__}. verify takes steps that return (new "
-            "state, metrics): wrap yours, lambda state, batch: (new_state, {'loss': loss})."
-        )
-    new_state, metrics = result
-    metrics = dict(metrics) if isinstance(metrics, Mapping) else {"loss": metrics}
-    if not hasattr(step, "recipe"):
-        return new_state, metrics, metrics.get("grads")
-
-    def gradients(state: PyTree, args: Sequence[PyTree]) -> PyTree:
-        # A step traces the fields of its state, and so does this.
-        loss = with_fields(recipe.loss_fn, plan.unpad(state), recipe.mutable)
-        return loss_and_grads(loss, plan, recipe.options, _state.get_params(state), args)[2]
-
-    return new_state, metrics, jax.jit(gradients)(state, args)
+def _gradients(recipe: Recipe, plan: Plan, state: PyTree, args: Sequence[PyTree]) -> PyTree:
+    """Returns the gradients of a step of the library. It traces the fields of its state, and so
+    does this."""
+    loss = with_fields(recipe.loss_fn, plan.unpad(state), recipe.mutable)
+    return loss_and_grads(loss, plan, recipe.options, _state.get_params(state), args)[2]
 
 
 def _verified(
-    reference: Reference,
-    results: tuple[PyTree, dict[str, PyTree], PyTree],
-    by_hand: bool,
-    whole_batch: bool,
-    tolerance: float | None,
+    comparison: Comparison, by_hand: bool, whole_batch: bool, tolerance: float | None
 ) -> Verification:
     """Compares a step with one device, and its parts of the batch with the whole batch."""
-    parts = reference.replay()
-    relative = reference.tolerance(parts) if tolerance is None else tolerance
-    report = Verification({}, relative)
-    comparison = Comparison(reference, parts, relative, *results)
+    reference, parts = comparison.reference, comparison.right
+    report = Verification({}, comparison.tolerance)
     if by_hand and _takes_the_whole_batch(comparison):
         report.notes.append("The step's loss is that of the whole batch: the two are compared.")
         reference.split = reference.in_one
@@ -244,7 +190,7 @@ def _takes_the_whole_batch(comparison: Comparison) -> bool:
     reference, parts = comparison.reference, comparison.right
     if comparison.loss is None or reference.has_keys:
         return False
-    limit, loss = comparison.tolerance * _largest(parts.losses), _number(comparison.loss)
+    limit, loss = comparison.tolerance * largest(parts.losses), _number(comparison.loss)
     if abs(loss - parts.loss) <= limit:
         return False
     whole = reference.replay(reference.in_one, differentiate=False)
@@ -268,7 +214,7 @@ def _compare_meaning(
     report.losses[f"the whole batch at once{where}"] = whole.loss
     if tolerance is None:
         tolerance = min(reference.tolerance(whole) / 2, MEANING_TOLERANCE)
-    limit = tolerance * _largest([*compared.losses, whole.loss])
+    limit = tolerance * largest([*compared.losses, whole.loss])
     check = _compare.compare(WHOLE_BATCH, "loss", np.asarray(compared.loss), whole.loss, limit)
     report.checks.append(check)
     if check.is_wrong:
@@ -288,7 +234,9 @@ def _comparable(reference: Reference, parts: Replayed) -> tuple[Reference, Repla
     other = reference.with_draws_alike() if reference.has_keys else reference
     try:
         return other, other.replay(in_float32=True, differentiate=False)
-    except Exception:  # whatever a loss raises that looks into its keys, or JAX for some draws
+    except Exception:
+        # Broad, because the user's loss runs on keys of a kind that it has never seen: it may look
+        # into them and raise whatever it likes, as does JAX where it cannot draw from them.
         if not reference.has_keys:
             raise
         return None
@@ -297,12 +245,13 @@ def _comparable(reference: Reference, parts: Replayed) -> tuple[Reference, Repla
 def _metric_checks(comparison: Comparison) -> Iterator[Check]:
     metrics, parts, tolerance = comparison.metrics, comparison.right, comparison.tolerance
     if comparison.loss is not None:
-        limit = tolerance * _largest(parts.losses)
+        limit = tolerance * largest(parts.losses)
         yield _compare.compare("loss", "loss", comparison.loss, parts.loss, limit)
     if "grad_norm" in metrics:
         norm = float(grad_norm(parts.grads))
-        limit = tolerance * norm
-        yield _compare.compare("grad_norm", "grad_norm", metrics["grad_norm"], norm, limit)
+        yield _compare.compare(
+            "grad_norm", "grad_norm", metrics["grad_norm"], norm, tolerance * norm
+        )
     aux = without_fields(parts.aux, comparison.reference.recipe.mutable)
     if aux is not None and "aux" in metrics:
 
@@ -312,7 +261,7 @@ def _metric_checks(comparison: Comparison) -> Iterator[Check]:
             return rows if rows.shape == np.shape(value) != mean.shape else mean
 
         right = jax.tree.map(wanted, aux, averaged(aux), metrics["aux"])
-        limits = jax.tree.map(lambda a: tolerance * _largest(a), aux)
+        limits = jax.tree.map(lambda a: tolerance * largest(a), aux)
         yield from _compare.compare_trees("aux", "aux", metrics["aux"], right, limits)
 
 
@@ -325,7 +274,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     if comparison.reference.skips(parts):
         yield (
             "The loss or the gradients are not finite on one device either, and both sides skip "
-            "the step: what the state keeps is compared, and no gradients are."
+            "the step: the parts of the state that it keeps are compared, and no gradients."
         )
     elif not np.all(np.isfinite(parts.losses)):
         yield "The loss is not finite on one device either; the rest is compared."
@@ -333,8 +282,3 @@ def _notes(comparison: Comparison) -> Iterator[str]:
 
 def _number(value: ArrayLike | None) -> float:
     return float("nan") if value is None else float(np.mean(_compare.numbers(value)))
-
-
-def _largest(values: ArrayLike | Sequence[float]) -> float:
-    sizes = np.abs(np.asarray(values, np.float64))
-    return float(np.max(sizes, where=np.isfinite(sizes), initial=0.0))
