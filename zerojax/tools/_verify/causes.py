@@ -25,7 +25,7 @@ from zerojax.tools._verify.reference import (
 
 OF_STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
 LOSS, GRADIENTS = "loss", "gradients"
-NAMED = 3  # leaves that a sentence names before it counts the rest
+NAMED = 3  # a sentence names so many leaves, and counts the rest
 ON_SHARDS = (
     "Optimizers need full arrays: run the update outside of shard_map, on sharded arrays, where "
     "norms, clipping and factored moments see all of them."
@@ -37,19 +37,17 @@ def of_the_step(step: Comparison, checks: Sequence[Check]) -> Iterator[str]:
     wrong = {check.kind for check in checks if check.is_wrong}
     if _compare.PADDING in wrong:
         paths = [c.path for c in checks if c.is_wrong and c.kind == _compare.PADDING]
-        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         yield (
-            f"The padding of {paths[0]}{more} is not zero after the step: the update changed it as "
-            "if it were part of the state. Inside jax.jit, take gradients and update with "
+            f"The padding of {_listed(paths, 1)} is not zero after the step: the update changed it "
+            "as if it were part of the state. Inside jax.jit, take gradients and update with "
             "zerojax.unpad(state), and return plan.constrain(new_state), which pads with zeros."
         )
     differing = [check.path for check in checks if check.copies_differ and check.kind in OF_STATE]
     unexplained = [LOSS] if "loss" in wrong else []
     if differing:
-        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         yield (
-            f"Devices that should hold the same {differing[0]}{more} hold different values: a "
-            "device used its own part of the batch alone. Reduce gradients before the update: "
+            f"Devices that should hold the same {_listed(differing, 1)} hold different values: a "
+            "device used only its own part of the batch. Reduce gradients before the update: "
             f"jax.lax.pmean(grads, {step.reference.axis_name})."
         )
     elif wrong & {"gradient", *OF_STATE}:
@@ -65,7 +63,7 @@ def of_the_step(step: Comparison, checks: Sequence[Check]) -> Iterator[str]:
 
 
 def _mistakes(step: Comparison) -> Iterator[tuple[Replayed, str, str]]:
-    """Yields what each mistake gives, its name and its remedy."""
+    """Yields the results of each mistake, its name and its remedy."""
     reference, right, microbatches = step.reference, step.right, step.reference.microbatches
     devices = reference.ways // microbatches
     mean = f"jax.lax.pmean(x, {reference.axis_name})"
@@ -79,7 +77,7 @@ def _mistakes(step: Comparison) -> Iterator[tuple[Replayed, str, str]]:
     if reference.has_keys:
         yield (
             reference.replay(fold=False),
-            "what one and the same key gives on every device",
+            "those of one key, the same on every device",
             f"Fold it: jax.random.fold_in(rng, jax.lax.axis_index({reference.axis_name})).",
         )
     if devices > 1:
@@ -87,7 +85,7 @@ def _mistakes(step: Comparison) -> Iterator[tuple[Replayed, str, str]]:
         yield times(devices), what, f"Take the mean: {mean}."
         # Only the loss: gradients of one device make copies of the state differ.
         first = dataclasses.replace(right, losses=right.losses[:microbatches], grads=None)
-        what = "what the first device's part alone gives"
+        what = "only that of the first device's part"
         yield first, what, f"Take the mean over the devices: {mean}."
     if microbatches > 1:
         what = f"{microbatches} times too large: a sum over the microbatches"
@@ -95,7 +93,7 @@ def _mistakes(step: Comparison) -> Iterator[tuple[Replayed, str, str]]:
 
 
 def _explains(mistake: Replayed, kind: str, step: Comparison) -> bool:
-    """Whether a mistake gives the step's loss, or gradients that lead to what the step gave."""
+    """Whether a mistake gives the step's loss, or gradients that lead to the step's new state."""
     if kind == LOSS:
         scale = step.tolerance * max(np.max(np.abs(step.right.losses)), abs(mistake.loss))
         return abs(float(step.loss) - mistake.loss) <= scale
@@ -115,36 +113,34 @@ def _gave(step: Comparison, new: PyTree, spreads: Sequence[np.ndarray]) -> bool:
 
 def _of_the_update(step: Comparison, gradients_are_wrong: bool) -> str:
     if _is_updated_on_shards(step):
-        return f"Each device ran the optimizer on its own shards alone. {ON_SHARDS}"
+        return f"Each device ran the optimizer on its own shards only. {ON_SHARDS}"
     if gradients_are_wrong:
         return (
             "The gradients are not the mean over the parts, nor a sum, nor those of one part: "
-            "look at where they are reduced and at what the loss does on the way."
+            "look at where they are reduced, and at the operations of the loss on the way."
         )
     if step.grads is not None:
         return (
-            "The gradients agree and the new state does not: the update is another than tx, is "
-            f"applied twice, or sees shards only. {ON_SHARDS}"
+            "The gradients agree and the new state does not: the update is not that of tx, is "
+            f"applied twice, or sees only shards. {ON_SHARDS}"
         )
     return (
         "The step shows no gradients, so two causes are left: gradients that are reduced wrongly, "
-        f"or an update that is another than tx or sees shards only. {ON_SHARDS} To tell them "
-        "apart, return them: metrics['grads']."
+        f"or an update that is not that of tx or sees only shards. {ON_SHARDS} To tell them apart, "
+        "return the gradients: metrics['grads']."
     )
 
 
 def _is_updated_on_shards(step: Comparison) -> bool:
-    """Whether updating each device's shards by themselves gives what the step gave."""
+    """Whether updating each device's shards by themselves gives the step's new state."""
     reference, plan = step.reference, step.reference.plan
     if reference.recipe.mutable or not plan.groups.opt_state:
         return False
     treedef = jax.tree.structure(reference.state)
     shardings = treedef.unflatten(leaf.update.sharding(plan.mesh) for leaf in plan.leaves)
     shapes = treedef.unflatten(leaf.update.padded(leaf.shape) for leaf in plan.leaves)
-    places = shardings, _state.get_params(shardings)
-    whole = reference.state, step.right.grads
-    widths = shapes, _state.get_params(shapes)
-    state, grads = jax.device_put(jax.tree.map(padded, whole, widths), places)
+    places, widths = ((tree, _state.get_params(tree)) for tree in (shardings, shapes))
+    whole = jax.tree.map(padded, (reference.state, step.right.grads), widths)
     specs = jax.tree.map(lambda sharding: sharding.spec, places)
     update = jax.shard_map(
         lambda state, grads: reference.update(grads, step.right, state),
@@ -154,7 +150,7 @@ def _is_updated_on_shards(step: Comparison) -> bool:
         check_vma=False,
     )
     try:
-        new = reference.moved(jax.jit(update)(state, grads))
+        new = reference.moved(jax.jit(update)(*jax.device_put(whole, places)))
     except (TypeError, ValueError):  # one that factors a matrix may not run on its shards at all
         return False
     new = jax.tree.map(lambda value, old: unpadded(value, old.shape), new, reference.state)
@@ -172,8 +168,8 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
 
     if len(finite) < ways and np.isfinite(whole):
         return (
-            f"{ways - len(finite)} of {ways} parts have a loss that is not finite: a "
-            "mean over no true element. Use zerojax.mean(values, where=mask)."
+            f"The loss of {ways - len(finite)} of {ways} parts is not finite: a mean over no true "
+            "element. Use zerojax.mean(values, where=mask)."
         )
     if ways > 1 and close(ways * parts.loss, whole):
         return (
@@ -193,19 +189,21 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
         remedy = "Pass the key to the step, step(state, batch, rng), which folds it for each part"
         if hasattr(reference.state, "with_streams"):
             remedy = (
-                "Draw from a nnx.Rngs that the model holds or the step is given, step(model, "
-                "optimizer, batch, rngs): its keys are folded for each part"
+                "Draw from a nnx.Rngs of the model, or pass one to the step, step(model, optimizer, "
+                "batch, rngs): its keys are folded for each part"
             )
         return (
-            "The loss draws random numbers from a key that the step does not see, one kept in the "
-            "state or made in the loss: every part of the batch gets the same ones. "
+            "The loss draws random numbers from a key that the step does not see, one in the state "
+            "or made in the loss: every part of the batch gets the same ones. "
             f"{remedy}, {accept}."
         )
     for what, roles in _other_splits(reference):
         try:
             _batch.check(reference.args, roles, ways)
             loss = replay(roles=roles).loss
-        except Exception:  # whatever the loss or its library raises
+        except Exception:
+            # Broad, because a batch split another way has shapes that the user's loss was not
+            # written for: it and its libraries (Flax, for one) raise errors of their own.
             continue
         if close(loss, whole):
             return f"{what} Say so, batch_specs={_specs_text(reference, roles)}, {accept}."
@@ -230,7 +228,7 @@ def _specs_text(reference: Reference, roles: Sequence[_batch.Role]) -> str:
 def _normalised(reference: Reference, whole: float, tolerance: float) -> str | None:
     """Names a batch leaf that the loss normalises by its own mean and deviation, as PPO does.
 
-    Scaled and shifted it leads to the same loss, and in another order it does not.
+    Scaling and shifting it does not change the loss, and reordering it does.
     """
 
     def is_whole(change: Callable[[jax.Array], jax.Array], at: int) -> bool:
@@ -247,7 +245,7 @@ def _normalised(reference: Reference, whole: float, tolerance: float) -> str | N
         if not is_whole(functools.partial(jnp.flip, axis=role.dim), i):
             return (
                 f"The loss normalises {_refusals.where('batch', leaf)} by its mean and deviation, "
-                "which are others in a part of the batch. Normalise it before the step, over the "
+                "which differ in a part of the batch. Normalise it before the step, over the "
                 "whole batch, or by those of all devices, jnp.sqrt(zerojax.mean((x - "
                 f"zerojax.mean(x)) ** 2)){once}"
             )
@@ -378,6 +376,6 @@ def _element(value: np.ndarray, differs: np.ndarray) -> str:
     return f"{value.reshape(-1)[np.argmax(differs)]:.0f}"
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+def _listed(names: Sequence[str], count: int = NAMED) -> str:
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more

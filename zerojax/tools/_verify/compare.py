@@ -33,9 +33,9 @@ CHECKED = ("leaf", "kind", "max difference", "scale", "tolerance", "verdict")
 class Check:
     """One leaf and its reference, at the element that differs most for its tolerance.
 
-    `scale` is the largest element of what is judged: of the reference or, for a leaf of the state,
-    of the change that the step should make. `copies_differ` says that devices which should have
-    the same value do not.
+    `scale` is the largest element of the reference or, for a leaf of the state, of the change that
+    the step should make. `copies_differ` says that devices hold different values that should be the
+    same.
     """
 
     path: str
@@ -145,7 +145,7 @@ def compare(
 
     Arguments:
         allowed: the largest difference allowed, for the leaf or for each element.
-        judged: what must be visibly larger than `allowed`; default, the reference.
+        judged: the values that must be visibly larger than `allowed`; default, the reference.
         rests: the shape that the leaf may have with padding, which is not compared.
     """
     wanted = numbers(reference)
@@ -173,7 +173,7 @@ def compare(
         if ratio[at] > worst:
             worst, off, limit = float(ratio[at]), float(offs[at]), float(allowed[index][at])
     verdict = RIGHT if np.any(allowed < judged) or not scale else UNSEEN
-    # Infinities in a state may be meant: a best value.
+    # A state may have infinities on purpose: a best value.
     is_nan = kind in (PARAMS, OPT_STATE) and np.isnan(wanted).any()
     if is_nan or (kind == "gradient" and not np.isfinite(wanted).all()):
         verdict = NOT_FINITE
@@ -206,9 +206,9 @@ def spread(
     Optimizers differ in what they make of noise: Adam turns the noise of a gradient whose true
     value is zero into steps of full size. Therefore the user's own optimizer runs on noise of one
     sign, of the other, and of random signs. Where all elements depend on each other (norms, Muon)
-    these few tries miss some, for which the median stands. What is exactly zero in the gradients
-    that were observed too, such as rows of an embedding that nothing used, stays zero. Those may
-    have padding.
+    these few tries miss some, for which the median stands. An element that is exactly zero in the
+    observed gradients too, such as a row of an embedding that nothing used, stays zero. The
+    observed gradients may have padding.
     """
     random = np.random.default_rng(0)
 

@@ -1,5 +1,5 @@
-"""A step on one device: loss and gradients of the parts of the batch that a mesh would see, one by
-one, and the new state; and the step's own results beside them."""
+"""A step replayed on one device: loss and gradients of the parts of the batch that a mesh would see,
+one by one, and the new state; and the step's own results beside them."""
 
 import copy
 import dataclasses
@@ -34,14 +34,14 @@ from zerojax._wire.codecs import NOISE, Quantized, rules_of
 from zerojax.tools._verify import compare as _compare, draws as _draws
 from zerojax.tools._verify.compare import WRONG, Check
 
-# How far gradients may be off, relative to their largest element, where weights or they themselves
-# travel as codes: in units of the codes' noise.
+# Where weights or gradients travel quantized, gradients may be off by so many times the noise of
+# quantization, relative to their largest element.
 WEIGHTS_NOISE, GRADIENTS_NOISE = 10, 4
 MICROBATCH_AXIS = "zerojax_microbatches"
 
 Inputs: TypeAlias = dict[int, jax.Array]  # of a traced loss, by their positions
-# Of a batch: over the axes of a mesh, and over microbatches, which are one too, because
-# `zerojax.mean` averages over them.
+# Into how many parts a batch is split: over the axes of a mesh, and over microbatches, which are an
+# axis too, because `zerojax.mean` averages over them.
 Sizes: TypeAlias = dict[str, int]
 
 
@@ -53,7 +53,7 @@ class Replayed:
     aux: PyTree
     grads: PyTree  # None where nothing was differentiated
     jaxpr: Jaxpr  # of the loss on one part
-    compute: DTypeLike | None  # what its inputs are cast to
+    compute: DTypeLike | None  # the dtype that its inputs are cast to
 
     @functools.cached_property
     def dtype(self) -> np.dtype:
@@ -89,11 +89,17 @@ class Reference:
         self.state = self.moved(on_host(state, plan))
         self.args = self.moved(tuple(args))
         self.precision = precision_of(plan, recipe.options.precision)
-        # Axes of the user's own have size 1 here, so that a loss may name them.
+        # The user's own axes have size 1 here, so that a loss may name them.
         sizes = {a: n if a in plan.batch_axes else 1 for a, n in plan.mesh.shape.items()}
         sizes |= dict.fromkeys(sorted(plan.absent), 1)
         self.split: Sizes = {**sizes, MICROBATCH_AXIS: recipe.options.accumulate}
-        self._update = jax.jit(self.updated)
+        self.has_keys = any(role.kind == _batch.KEY for role in self.roles)
+        dtypes = [self.precision.compute, *(p.dtype for p in plan.params)]
+        floats = [d for d in dtypes if d is not None and jnp.issubdtype(d, jnp.floating)]
+        self.computes_narrow = any(jnp.finfo(d).bits < 32 for d in floats)
+        # Whether the step skips updates that are not finite.
+        self.may_skip = recipe.skip_nonfinite or _finite.scale_of(self.state) is not None
+        self._update = jax.jit(self._updated)
 
     @property
     def ways(self) -> int:
@@ -109,39 +115,39 @@ class Reference:
         """A split over the same axes that leaves the batch whole."""
         return dict.fromkeys(self.split, 1)
 
-    def updated(
-        self, state: PyTree, grads: PyTree, fields: dict[str, PyTree], loss_is_finite: jax.Array
-    ) -> PyTree:
-        """Returns what the step makes of gradients: the user's update, and the loss scale's."""
-        new_state = apply_gradients(state, grads, self.recipe.tx, fields)
-        if not self.may_skip:
-            return new_state
-        finite = loss_is_finite & jnp.isfinite(grad_norm(grads))
-        return _finite.guarded(finite, new_state, state, self.recipe.mutable)
-
-    @property
-    def may_skip(self) -> bool:
-        """Whether the step skips updates that are not finite."""
-        return self.recipe.skip_nonfinite or _finite.scale_of(self.state) is not None
-
-    def skips(self, replayed: Replayed) -> bool:
-        norm = grad_norm(replayed.grads)
-        return self.may_skip and not (np.isfinite(replayed.loss) and np.isfinite(norm))
-
     @property
     def axis_name(self) -> str:
         """The ZeRO axes as a loss names them in its collectives."""
         axes = self.plan.batch_axes
         return repr(axes[0] if len(axes) == 1 else axes)
 
-    @property
-    def has_keys(self) -> bool:
-        return any(role.kind == _batch.KEY for role in self.roles)
+    def skips(self, replayed: Replayed) -> bool:
+        norm = grad_norm(replayed.grads)
+        return self.may_skip and not (np.isfinite(replayed.loss) and np.isfinite(norm))
+
+    def update(self, grads: PyTree, right: Replayed, state: PyTree = None) -> PyTree:
+        """Returns the state, or another one, after an update by `grads`, with `right`'s fields."""
+        state = self.state if state is None else state
+        params = _state.get_params(state)
+        typed = jax.tree.map(lambda g, p: g if is_key(p) else g.astype(p.dtype), grads, params)
+        names = self.recipe.mutable
+        fields = split_fields(averaged(right.aux, names), state, names)[1] if names else {}
+        return self._update(state, typed, fields, np.isfinite(right.loss))
+
+    def _updated(
+        self, state: PyTree, grads: PyTree, fields: dict[str, PyTree], loss_is_finite: jax.Array
+    ) -> PyTree:
+        """Applies the user's update, and the loss scale's."""
+        new_state = apply_gradients(state, grads, self.recipe.tx, fields)
+        if not self.may_skip:
+            return new_state
+        finite = loss_is_finite & jnp.isfinite(grad_norm(grads))
+        return _finite.guarded(finite, new_state, state, self.recipe.mutable)
 
     def with_draws_alike(self) -> "Reference":
         """Returns the same with keys from which every draw is the same number, on any part.
 
-        Those of the streams that a nnx model holds too: the step folds them by an argument.
+        The keys of the streams in a nnx model, too: the step folds them by an argument.
         """
         other = copy.copy(self)
         values, treedef = jax.tree.flatten(self.args)
@@ -151,6 +157,18 @@ class Reference:
         if hasattr(self.state, "with_streams"):
             other.state = self.state.with_streams(_draws.alike)
         return other
+
+    def repeated(self, part: int) -> PyTree:
+        """Returns the arguments with one part of the batch in place of every part."""
+        values, treedef = jax.tree.flatten(self.args)
+        ways = self.ways
+
+        def taken(value: jax.Array, role: _batch.Role) -> jax.Array:
+            if role.kind != _batch.BATCH:
+                return value
+            return jnp.concatenate([_batch.split(value, role.dim, ways)[part]] * ways, role.dim)
+
+        return treedef.unflatten(map(taken, values, self.roles))
 
     def replay(
         self,
@@ -171,12 +189,9 @@ class Reference:
         split = self.split if split is None else split
         ways = math.prod(split.values())
         leaves, treedef = jax.tree.flatten(self.args if args is None else tuple(args))
-        roles = self.roles if roles is None else roles
-        compute = self.precision.compute
-        if in_float32 and self.computes_narrow:
-            compute = jnp.float32
+        pairs = list(zip(leaves, self.roles if roles is None else roles, strict=True))
+        compute = jnp.float32 if in_float32 and self.computes_narrow else self.precision.compute
         params, names = _state.get_params(self.state), self.recipe.mutable
-        pairs = list(zip(leaves, roles, strict=True))
         # In place of a mesh of devices, of which there may be fewer.
         auto = (AxisType.Auto,) * len(split)
         mesh: PyTree = AbstractMesh((*split.values(),), (*split,), axis_types=auto)
@@ -197,13 +212,13 @@ class Reference:
         values, paramdef = jax.tree.flatten(params)
         every = dict(enumerate([*values, *(_parts(v, role, split, fold) for v, role in pairs)]))
         floats = {i: v for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)}
-        varies = (role.kind != _batch.REPLICATED for role in roles)
+        varies = (role.kind != _batch.REPLICATED for _, role in pairs)
         parts = {i: every[i] for i, differs in enumerate(varies, len(values)) if differs}
         same = {i: v for i, v in every.items() if i not in floats | parts}
         run = _all_at_once if _compat.names_an_axis(traced.jaxpr) else _one_by_one
         run = jax.jit(functools.partial(run, mean_loss, split, differentiate))
-        # Arrays that were traced for a mesh say so in their type, which may be a mesh replayed
-        # earlier (JAX caches inner calls). Arrays of two meshes cannot be added.
+        # The types of arrays that were traced for a mesh name that mesh, or one replayed earlier
+        # (JAX caches inner calls). Arrays of two meshes cannot be added.
         losses, aux, grads = self.moved(run(floats, same, parts))
         if grads is not None:
             trained = {i: i in grads and not leaf.frozen for i, leaf in enumerate(self.plan.params)}
@@ -217,22 +232,18 @@ class Reference:
     def moved(self, tree: PyTree) -> PyTree:
         """Moves every leaf to the device, one at a time.
 
-        By way of the host: arrays put straight from a mesh to a device still have it in their type.
+        By way of the host: the types of arrays put straight from a mesh to a device still name the
+        mesh.
         """
 
         def one(leaf: PyTree) -> jax.Array:
             if not is_key(leaf):
                 return jax.device_put(np.asarray(leaf), self.device)
-            words = jax.device_put(np.asarray(jax.random.key_data(leaf)), self.device)
-            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+            return jax.random.wrap_key_data(
+                one(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf)
+            )
 
         return jax.tree.map(lambda leaf: jax.block_until_ready(one(leaf)), tree)
-
-    @property
-    def computes_narrow(self) -> bool:
-        dtypes = [self.precision.compute, *(p.dtype for p in self.plan.params)]
-        floats = [d for d in dtypes if d is not None and jnp.issubdtype(d, jnp.floating)]
-        return any(jnp.finfo(d).bits < 32 for d in floats)
 
     def tolerance(self, replayed: Replayed) -> float:
         """Returns the tolerance for a step, which rounds in its loss, in reductions over the
@@ -244,27 +255,6 @@ class Reference:
         params = [p.dtype for p in self.plan.params if jnp.issubdtype(p.dtype, jnp.floating)]
         dtypes = [replayed.dtype, *sent, *params]
         return max([_compare.tolerance_for(dtypes, self.device.platform), *noise])
-
-    def update(self, grads: PyTree, right: Replayed, state: PyTree = None) -> PyTree:
-        """Returns the state, or another one, after an update by `grads`, with `right`'s fields."""
-        state = self.state if state is None else state
-        params = _state.get_params(state)
-        typed = jax.tree.map(lambda g, p: g if is_key(p) else g.astype(p.dtype), grads, params)
-        names = self.recipe.mutable
-        fields = split_fields(averaged(right.aux, names), state, names)[1] if names else {}
-        return self._update(state, typed, fields, np.isfinite(right.loss))
-
-    def repeated(self, part: int) -> PyTree:
-        """Returns the arguments with one part of the batch in place of every part."""
-        values, treedef = jax.tree.flatten(self.args)
-        ways = self.ways
-
-        def taken(value: jax.Array, role: _batch.Role) -> jax.Array:
-            if role.kind != _batch.BATCH:
-                return value
-            return jnp.concatenate([_batch.split(value, role.dim, ways)[part]] * ways, role.dim)
-
-        return treedef.unflatten(map(taken, values, self.roles))
 
 
 def _parts(value: jax.Array, role: _batch.Role, split: Sizes, fold: bool) -> jax.Array:
@@ -327,14 +317,12 @@ def _with_gradients(function: Callable[..., PyTree], differentiate: bool) -> Cal
 
 
 def _check_fits(plan: Plan, device: Device) -> None:
-    """Raises where the device says that it has no room for the full state and its successor."""
+    """Raises where the device reports no room for the full state and its successor."""
     stats = getattr(device, "memory_stats", dict)() or {}
-    if "bytes_limit" not in stats:
-        return
     state = sum(leaf.nbytes for leaf in plan.leaves)
     grads = sum(leaf.nbytes for leaf in plan.params)
     needed = 2 * state + 2 * grads
-    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    free = stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
     if needed > free:
         raise ValueError(
             f"the replay needs {human_bytes(needed)} on {device}, and {human_bytes(free)} are "
@@ -351,7 +339,7 @@ class Comparison:
     reference: Reference
     right: Replayed
     tolerance: float
-    state: PyTree  # that the step returned, as the following
+    state: PyTree  # the step's new one, as the following
     metrics: dict[str, PyTree]
     grads: PyTree  # where they are known
 
