@@ -163,7 +163,7 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
     ways, axis = reference.ways, reference.axis_name
     accept = "or accept it with whole_batch=False"
     finite = np.flatnonzero(np.isfinite(parts.losses))
-    replay = functools.partial(reference.replay, in_float32=True, differentiate=False)
+    replay = functools.partial(reference.replay, differentiate=False)
     close = functools.partial(math.isclose, rel_tol=tolerance)
 
     if len(finite) < ways and np.isfinite(whole):
@@ -233,7 +233,7 @@ def _normalised(reference: Reference, whole: float, tolerance: float) -> str | N
 
     def is_whole(change: Callable[[jax.Array], jax.Array], at: int) -> bool:
         args = treedef.unflatten([change(v) if i == at else v for i, v in enumerate(values)])
-        changed = reference.replay(reference.in_one, args, in_float32=True, differentiate=False)
+        changed = reference.replay(reference.in_one, args, differentiate=False)
         return math.isclose(changed.loss, whole, rel_tol=tolerance)
 
     once = " and accumulate=1" if reference.microbatches > 1 else ""  # it is not linear

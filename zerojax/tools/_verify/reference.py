@@ -176,11 +176,11 @@ class Reference:
         args: PyTree = None,
         *,
         roles: Sequence[_batch.Role] | None = None,
-        in_float32: bool = False,
         differentiate: bool = True,
         fold: bool = True,
     ) -> Replayed:
-        """Evaluates the loss on every part, in the step's dtype or at least in float32.
+        """Evaluates the loss on every part: with gradients in the step's dtype, without them at
+        least in float32.
 
         One part after the other, so that the activations of only one are alive; all at once where
         the parts communicate (`zerojax.mean`, BatchNorm over an axis of the mesh). As in a step,
@@ -190,7 +190,8 @@ class Reference:
         ways = math.prod(split.values())
         leaves, treedef = jax.tree.flatten(self.args if args is None else tuple(args))
         pairs = list(zip(leaves, self.roles if roles is None else roles, strict=True))
-        compute = jnp.float32 if in_float32 and self.computes_narrow else self.precision.compute
+        widens = self.computes_narrow and not differentiate
+        compute = jnp.float32 if widens else self.precision.compute
         params, names = _state.get_params(self.state), self.recipe.mutable
         # In place of a mesh of devices, of which there may be fewer.
         auto = (AxisType.Auto,) * len(split)

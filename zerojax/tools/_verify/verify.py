@@ -210,7 +210,7 @@ def _compare_meaning(
     where += ", all random numbers alike" if reference.has_keys else ""
     if compared is not parts:
         report.losses[f"mean over the parts{where}"] = compared.loss
-    whole = reference.replay(reference.in_one, in_float32=True, differentiate=False)
+    whole = reference.replay(reference.in_one, differentiate=False)
     report.losses[f"the whole batch at once{where}"] = whole.loss
     if tolerance is None:
         tolerance = min(reference.tolerance(whole) / 2, MEANING_TOLERANCE)
@@ -233,7 +233,7 @@ def _comparable(reference: Reference, parts: Replayed) -> tuple[Reference, Repla
         return reference, parts
     other = reference.with_draws_alike() if reference.has_keys else reference
     try:
-        return other, other.replay(in_float32=True, differentiate=False)
+        return other, other.replay(differentiate=False)
     except Exception:
         # Broad, because the user's loss runs on keys of a kind that it has never seen: it may look
         # into them and raise whatever it likes, as does JAX where it cannot draw from them.
