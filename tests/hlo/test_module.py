@@ -117,9 +117,8 @@ DAMAGES = {
     "a missing value": (lambda t: without(t, "%bitcast.5.0 = "), "uses bitcast.5.0, which is now"),
     "a missing computation": (
         lambda t: t.replace("%fused_compare.1 (", "%other (", 1),
-        "uses fused_compare.1, which is nowhere",
+        "calls fused_compare.1, which is nowhere",
     ),
-    "a call cut short": (lambda t: t.replace(", calls=%fused_reduce", ""), "does not say what it"),
     "an open parenthesis": (
         lambda t: t.replace("parameter(0)", "parameter(0", 1),
         r"line \d+, '.*': its parentheses",

@@ -15,8 +15,7 @@ from zerojax._plan.plan import Plan, check_plan
 from zerojax._state import carried as _carried
 from zerojax._types import Device, PyTree
 from zerojax.tools import _flops
-from zerojax.tools._audit.measurement import BF16
-from zerojax.tools._audit.reading import Reading
+from zerojax.tools._audit.measurement import BF16, Reading
 from zerojax.tools._audit.report import Report
 from zerojax.tools._hlo import gpus as _gpus, schedule as _schedule
 from zerojax.tools._hlo.gpus import Gpu

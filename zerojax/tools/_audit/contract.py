@@ -30,7 +30,8 @@ OPTIMIZER_SCOPE = "optimizer"  # full-matrix optimizers may send what they need
 
 UNNAMED = (
     "no argument of the program is named after a parameter of the plan, so its contract cannot be "
-    "checked. Let the step take the state as one argument: jax.jit(lambda state, batch: ...)."
+    "checked. Let the step take the state as one argument, with a name of its own: "
+    "jax.jit(lambda state, batch: ...)."
 )
 
 Leaves = dict[str, LeafPlan]  # the sharded parameters, by path

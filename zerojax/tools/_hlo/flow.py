@@ -20,7 +20,7 @@ SUMMANDS = {"add": 2, "concatenate": None, "dynamic-update-slice": 2}  # how man
 NO_BUFFER = {"constant", "partition-id", "replica-id", "after-all"}
 MOST_PASSES = 8  # over one loop body; its labels settle in fewer
 
-Value: TypeAlias = tuple[Instruction, int]  # one of an instruction's arrays
+Slot: TypeAlias = tuple[Instruction, int]  # one of an instruction's arrays
 # ARGUMENT, "" and the number of the argument; or a kind of collective, its name and the number of
 # the array.
 Origin: TypeAlias = tuple[str, str, int]
@@ -80,8 +80,7 @@ class Lineage:
         if calls := instruction.calls(operands):
             runs = [self.run(*call) for call in calls]
             labels = [_union(sets) for sets in zip(*runs, strict=True)]
-            # The type of a start lists its operands, results and contexts, in this order.
-            labels = [*moved, *labels] if opcode.endswith("-start") else labels
+            labels = [*moved[: instruction.first_result], *labels]
         elif opcode == "all-gather-start":
             labels = moved * 2
         elif opcode.endswith("-start") and opcode != "copy-start":
@@ -125,17 +124,17 @@ class Lineage:
         return labels
 
 
-def summed_in(module: Module, values: Iterable[Value]) -> set[Value]:
+def summed_in(module: Module, values: Iterable[Slot]) -> set[Slot]:
     """Finds what ends up in one of `values` by being moved or added: backward, into fusions, and
     around loops, whose iterations add to what they carry."""
-    passed: dict[tuple[str, int], list[list[Value]]] = collections.defaultdict(list)
+    passed: dict[tuple[str, int], list[list[Slot]]] = collections.defaultdict(list)
     for instruction in itertools.chain(*(x.values() for x in module.computations.values())):
         # A loop passes its own value to its body, which carries it.
         given = [instruction] if instruction.opcode == "while" else instruction.operands
         for inside, arguments in instruction.calls([_values(x) for x in given]):
             for number, argument in enumerate(arguments):
                 passed[inside, number].append(argument)
-    summed: set[Value] = set()
+    summed: set[Slot] = set()
     left = list(values)
     while left:
         if (value := left.pop()) not in summed:
@@ -144,13 +143,13 @@ def summed_in(module: Module, values: Iterable[Value]) -> set[Value]:
     return summed
 
 
-def _values(instruction: Instruction) -> list[Value]:
+def _values(instruction: Instruction) -> list[Slot]:
     return [(instruction, at) for at in range(len(instruction.arrays))]
 
 
 def _summands(
-    module: Module, value: Value, passed: dict[tuple[str, int], list[list[Value]]]
-) -> list[Value]:
+    module: Module, value: Slot, passed: dict[tuple[str, int], list[list[Slot]]]
+) -> list[Slot]:
     """Returns the values that a value is moved from, or added up from, one step before."""
     instruction, at = value
     opcode = instruction.opcode
@@ -162,8 +161,7 @@ def _summands(
     if passed_on is not None:
         return passed_on[at : at + 1]
     if calls := instruction.calls(operands):
-        if opcode.endswith("-start"):  # its type lists its operands before its results
-            at -= sum(map(len, operands))
+        at -= instruction.first_result
         before = operands[0][at : at + 1] if opcode == "while" else []
         return before + [(module.roots[name], at) for name, _ in calls if at >= 0]
     count = 1 if MOVED_ON.fullmatch(opcode) else SUMMANDS.get(opcode, 0)
@@ -173,7 +171,7 @@ def _summands(
 # -- memory
 
 
-def peak(module: Module) -> dict[Value, list[Value]]:
+def peak(module: Module) -> dict[Slot, list[Slot]]:
     """Finds the temporary buffers alive at the peak, each with the values that were stored in it.
 
     A compiler for GPUs reports how many bytes a program needs, but not what for. A buffer lives
@@ -183,7 +181,7 @@ def peak(module: Module) -> dict[Value, list[Value]]:
     storage = _Storage(module)
     arguments: list[Sets] = [[frozenset()] * len(p.arrays) for p in module.parameters]
     _, live = storage.fullest(module.entry, arguments)
-    holders: dict[Value, list[Value]] = {buffer: [] for buffer in live}
+    holders: dict[Slot, list[Slot]] = {buffer: [] for buffer in live}
     for instruction, buffers in storage.values.items():
         for at, one in enumerate(buffers):
             for buffer in one & holders.keys():
@@ -191,7 +189,7 @@ def peak(module: Module) -> dict[Value, list[Value]]:
     return holders
 
 
-def device_bytes(buffers: Iterable[Value]) -> float:
+def device_bytes(buffers: Iterable[Slot]) -> float:
     return sum(instruction.arrays[at].device_bytes for instruction, at in buffers)
 
 
@@ -201,9 +199,9 @@ class _Storage:
     def __init__(self, module: Module) -> None:
         self.module = module
         self.values: dict[Instruction, Sets] = {}
-        self.inside: dict[Instruction, list[Value]] = {}
+        self.inside: dict[Instruction, list[Slot]] = {}
 
-    def fullest(self, name: str, arguments: list[Sets]) -> tuple[Sets, list[Value]]:
+    def fullest(self, name: str, arguments: list[Sets]) -> tuple[Sets, list[Slot]]:
         """Returns the buffers of a computation's result, and those alive at its peak.
 
         The arguments' do not count; nor do those of the program's results, which are stored in
@@ -214,17 +212,17 @@ class _Storage:
         outer = _union(itertools.chain(*arguments))
         outer = outer.union(*result) if name == self.module.entry else outer
         order = list(self.module.computations[name].values())
-        last: dict[Value, int] = {}
+        last: dict[Slot, int] = {}
         for at, instruction in enumerate(order):
             for one in (*instruction.operands, instruction):
                 last |= dict.fromkeys(_union(self.values[one]), at)
         last |= dict.fromkeys(_union(result), len(order))
-        ends: dict[int, list[Value]] = collections.defaultdict(list)
+        ends: dict[int, list[Slot]] = collections.defaultdict(list)
         for buffer, at in last.items():
             ends[at].append(buffer)
-        live: dict[Value, None] = {}
+        live: dict[Slot, None] = {}
         now = most = 0.0
-        best: list[Value] = []
+        best: list[Slot] = []
         for at, instruction in enumerate(order):
             new = _union(self.values[instruction]) - outer - live.keys()
             live |= dict.fromkeys(new)
@@ -253,10 +251,7 @@ class _Storage:
         moved = [*itertools.chain(*operands)]
         if opcode == "copy-start":
             return [new[0], *moved, *new[2:]]
-        starts = opcode.endswith("-start")
-        if starts and len(new) <= len(moved):
-            return new
-        first = len(moved) if starts else 0  # its type lists its operands before its results
+        first = instruction.first_result
         new[:first] = moved[:first]
         for at, into in enumerate(self.in_place(instruction), start=first):
             if into is not None and operands[into]:

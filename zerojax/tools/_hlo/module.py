@@ -152,16 +152,22 @@ class Instruction:
         if opcode != "get-tuple-element" and not opcode.endswith("-done"):
             return None
         source = self.operands[0]
+        first = source.first_result
         if opcode == "get-tuple-element":
             index = int(self.attribute(r"index=(\d+)") or 0)
             first = sum(len(arrays_of(t)) for t in top_level_types(source.type)[:index])
-        # The type of a start is either only its result (all-reduce) or the tuple (operands,
-        # result, contexts). Only a copy has its result first.
-        elif source.opcode == "copy-start" or len(source.arrays) == count:
-            first = 0
-        else:
-            first = sum(len(operand.arrays) for operand in source.operands)
         return operands[0][first : first + count]
+
+    @property
+    def first_result(self) -> int:
+        """Which of its arrays is its first result.
+
+        The type of a start is either only its result (all-reduce) or the tuple (operands, results,
+        contexts). Only a copy has its result first.
+        """
+        inputs = sum(len(operand.arrays) for operand in self.operands)
+        starts = self.opcode.endswith("-start") and self.opcode != "copy-start"
+        return inputs if starts and len(self.arrays) > inputs else 0
 
 
 def arrays_of(type_text: str) -> list[Array]:
@@ -212,7 +218,8 @@ class Module:
         self._parse()
         if not self.entry:
             raise ValueError("the HLO text has no ENTRY computation: was it cut off?")
-        self._check()
+        if rootless := self.computations.keys() - self.roots.keys():
+            raise _damaged(f"computation {min(rootless)} has no ROOT")
 
     def _parse(self) -> None:
         name = ""
@@ -239,22 +246,14 @@ class Module:
         if missing := [operand for operand in names if operand not in instructions]:
             raise ValueError(f"it uses {missing[0]}, which is nowhere before it")
         operands = [instructions[operand] for operand in names]
-        instructions[name] = Instruction(
+        one = Instruction(
             computation, name, text[:type_end], opcode, inside, rest[end + 1 :], operands
         )
+        if missing := [called for called in one.called if called not in self.computations]:
+            raise ValueError(f"it calls {missing[0]}, which is nowhere before it")
+        instructions[name] = one
         if root:
-            self.roots[computation] = instructions[name]
-
-    def _check(self) -> None:
-        """Raises where calls or roots are missing: all later readers rely on them."""
-        for name, instructions in self.computations.items():
-            if name not in self.roots:
-                raise _damaged(f"computation {name} has no ROOT")
-            for one in instructions.values():
-                if not one.called and (one.fuses or one.opcode == "while"):
-                    raise _damaged(f"{one.name} in {name} does not say what it calls")
-                if missing := [x for x in one.called if x not in self.computations]:
-                    raise _damaged(f"{one.name} in {name} uses {missing[0]}, which is nowhere")
+            self.roots[computation] = one
 
     def results(self, computation: str) -> list[Instruction]:
         """Returns the instructions that make the root's value: a tuple's members, or the root."""

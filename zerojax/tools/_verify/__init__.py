@@ -1,5 +1,5 @@
 """A step against one device: the same inputs, replayed in plain JAX, compared leaf by leaf.
 
 It imports `_step` and what is below it; nothing imports it but the top level. Begin with
-`verify.py`; `reference.py` makes the numbers that are taken for true.
+`verify.py`; `reference.py` computes the numbers that count as true.
 """

@@ -13,7 +13,7 @@ from zerojax._loss import batch as _batch, fields as _fields, mean as _mean
 from zerojax._plan.padding import padded, unpadded
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import PyTree
-from zerojax.tools._verify import compare as _compare, draws as _draws
+from zerojax.tools._verify import compare as _compare
 from zerojax.tools._verify.compare import Check, Verification
 from zerojax.tools._verify.reference import (
     MICROBATCH_AXIS,
@@ -21,6 +21,7 @@ from zerojax.tools._verify.reference import (
     Reference,
     Replayed,
     averaged,
+    has_keys_of_its_own,
 )
 
 OF_STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
@@ -185,12 +186,12 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             f"The loss means something else on a microbatch than on the whole batch{norm}: with "
             f"accumulate=1 it is the same. Use that, {accept}."
         )
-    if _draws.has_keys_of_its_own(parts.jaxpr):
+    if has_keys_of_its_own(parts.jaxpr):
         remedy = "Pass the key to the step, step(state, batch, rng), which folds it for each part"
         if hasattr(reference.state, "with_streams"):
             remedy = (
-                "Draw from a nnx.Rngs of the model, or pass one to the step, step(model, optimizer, "
-                "batch, rngs): its keys are folded for each part"
+                "Draw from a nnx.Rngs of the model, or pass one to the step, "
+                "step(model, optimizer, batch, rngs): its keys are folded for each part"
             )
         return (
             "The loss draws random numbers from a key that the step does not see, one in the state "

@@ -1,5 +1,5 @@
-"""A step replayed on one device: loss and gradients of the parts of the batch that a mesh would see,
-one by one, and the new state; and the step's own results beside them."""
+"""A step replayed on one device: loss and gradients of the parts of the batch that a mesh would
+see, one by one, and the new state; and the step's own results beside them."""
 
 import copy
 import dataclasses
@@ -11,13 +11,15 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.random import define_prng_impl
 from jax.sharding import AbstractMesh, AxisType
 from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._features import finite as _finite
 from zerojax._kernel.device import exact_share, wide
+from zerojax._kernel.jaxprs import type_of
 from zerojax._loss import batch as _batch
 from zerojax._loss.fields import has_no_mean, split_fields, with_fields
 from zerojax._loss.trace import trace_loss
@@ -29,9 +31,9 @@ from zerojax._state import state as _state
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._step.step_options import precision_of
 from zerojax._table import human_bytes
-from zerojax._types import Device, PyTree, is_key, zero_gradient
+from zerojax._types import Device, PyTree, Shape, is_key, zero_gradient
 from zerojax._wire.codecs import NOISE, Quantized, rules_of
-from zerojax.tools._verify import compare as _compare, draws as _draws
+from zerojax.tools._verify import compare as _compare
 from zerojax.tools._verify.compare import WRONG, Check
 
 # Where weights or gradients travel quantized, gradients may be off by so many times the noise of
@@ -152,10 +154,10 @@ class Reference:
         other = copy.copy(self)
         values, treedef = jax.tree.flatten(self.args)
         pairs = zip(values, self.roles, strict=True)
-        alike = [_draws.alike(v) if role.kind == _batch.KEY else v for v, role in pairs]
-        other.args = treedef.unflatten(alike)
+        keys = [alike(v) if role.kind == _batch.KEY else v for v, role in pairs]
+        other.args = treedef.unflatten(keys)
         if hasattr(self.state, "with_streams"):
-            other.state = self.state.with_streams(_draws.alike)
+            other.state = self.state.with_streams(alike)
         return other
 
     def repeated(self, part: int) -> PyTree:
@@ -403,3 +405,51 @@ def averaged(aux: PyTree, mutable: Sequence[str] = ()) -> PyTree:
         return jnp.mean(leaf, axis=0, dtype=wide(leaf.dtype))  # floats, of integers too
 
     return jax.tree_util.tree_map_with_path(mean, aux)
+
+
+# -- random numbers: with keys from which all are alike, a loss can be compared at all
+
+DRAWS = {"random_bits", "random_gamma", "rng_bit_generator", "threefry2x32"}
+TAG = "zerojax_alike"  # in the dtypes of these keys: key<zerojax_alike>
+
+
+def _bits(key: jax.Array, width: int, shape: Shape) -> jax.Array:
+    """Returns bits that make `jax.random.uniform` 0.25: dropout of up to 3 in 4 keeps all."""
+    dtype = jnp.dtype(f"uint{width}")
+    return jnp.full(shape, dtype.type(1 << (width - 2)))
+
+
+ALIKE = define_prng_impl(
+    key_shape=(2,),
+    seed=lambda seed: jnp.full(2, seed, jnp.uint32),
+    split=lambda key, shape: jnp.broadcast_to(key, (*shape, 2)),
+    random_bits=_bits,
+    fold_in=lambda key, _: key,
+    name=TAG,
+    tag=TAG,
+)
+
+
+def alike(key: jax.Array) -> jax.Array:
+    """Returns a key for a key, typed or old-style, from which every draw is the same number."""
+    words = jnp.zeros((*(key.shape if is_key(key) else key.shape[:-1]), 2), jnp.uint32)
+    return jax.random.wrap_key_data(jax.device_put(words, key.sharding), impl=ALIKE)
+
+
+def rejects(jaxpr: Jaxpr) -> bool:
+    """Whether a loss draws until something holds, which never ends where all draws are alike."""
+    loops = (eqn for eqn in _compat.every_eqn(jaxpr) if eqn.primitive.name == "while")
+    inside = (inner for eqn in loops for part in _compat.inner_jaxprs(eqn) for inner in part.eqns)
+    names = {eqn.primitive.name for eqn in _compat.every_eqn(jaxpr)}
+    return "random_gamma" in names or any(map(_draws, inside))
+
+
+def _draws(eqn: JaxprEqn) -> bool:
+    inner = (e for part in _compat.inner_jaxprs(eqn) for e in _compat.every_eqn(part))
+    return any(e.primitive.name in DRAWS for e in (eqn, *inner))
+
+
+def has_keys_of_its_own(jaxpr: Jaxpr) -> bool:
+    """Whether a loss traced with keys that are `alike` draws from others too."""
+    draws = (eqn for eqn in _compat.every_eqn(jaxpr) if eqn.primitive.name in DRAWS)
+    return any(TAG not in str(type_of(eqn.invars[0]).dtype) for eqn in draws)

@@ -18,9 +18,9 @@ from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step.grad import loss_and_grads
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._types import Device, PyTree
-from zerojax.tools._verify import causes as _causes, compare as _compare, draws as _draws
+from zerojax.tools._verify import causes as _causes, compare as _compare
 from zerojax.tools._verify.compare import NOT_FINITE, RIGHT, Check, Verification, largest
-from zerojax.tools._verify.reference import Comparison, Reference, Replayed, averaged
+from zerojax.tools._verify.reference import Comparison, Reference, Replayed, averaged, rejects
 
 WHOLE_BATCH = "loss on the whole batch"
 # One device rounds batches of both sizes alike, whatever the dtype.
@@ -227,7 +227,7 @@ def _comparable(reference: Reference, parts: Replayed) -> tuple[Reference, Repla
 
     A wide dtype, and one random number for all: else dropout of the whole batch is another sample.
     """
-    if reference.has_keys and _draws.rejects(parts.jaxpr):
+    if reference.has_keys and rejects(parts.jaxpr):
         return None
     if not reference.has_keys and not reference.computes_narrow:
         return reference, parts
