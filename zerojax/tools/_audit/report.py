@@ -106,7 +106,8 @@ class Report(Printed, Measurement):
             del fields["instruction"], fields["members"]
             derived = {name: getattr(one, name) for name in ("group", "total_bytes", "serves")}
             traffic.append(fields | derived)
-        plain = {name: v for name, v in vars(self).items() if isinstance(v, str | int | tuple)}
+        values = vars(self).items()
+        plain: dict[str, object] = {k: v for k, v in values if isinstance(v, str | int | tuple)}
         return plain | {
             "step_seconds": self.step_seconds,
             "exposed_seconds": self.exposed_seconds,
