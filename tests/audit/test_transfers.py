@@ -48,7 +48,7 @@ def test_what_travels_once_each_way_is_as_promised_and_twice_is_not(report):
     assert findings(report, [copy(way, MIB) for way in WAYS]) == []
     for way in WAYS:
         (line,) = findings(report, [copy(way, MIB / 2, trips=8)])
-        assert line.startswith(f"4.0 MiB are copied {way} in a step; what the plan has in host")
+        assert line.startswith(f"4.0 MiB are copied {way} in a step; the plan has ")
         assert line.endswith("Look for state that the step reads outside of the optimizer.")
 
 
@@ -80,7 +80,7 @@ def test_what_waits_for_backward_is_sent_and_fetched_by_each_microbatch(report, 
     assert findings(report, [copy(way, 6 * MIB)], temporary=2 * MIB) == []
     (line,) = findings(report, [copy(way, 10 * MIB)], temporary=2 * MIB)
     assert f"are copied {way} in a step" in line
-    assert "and what is kept there for backward, 2.0 MiB, needs 6.1 MiB" in line
+    assert "in host memory and 2.0 MiB that wait for backward, which need 6.1 MiB" in line
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,8 @@ def test_where_devices_disagree_the_first_one_decides_for_all():
     wrong = {"c/count on every part", "c/key on every part"}
     assert {check.path for check in report.wrong} >= wrong
     message = (
-        r"parts of the batch disagree on c/count \(16777217, 16777218, .*\), c/key \(.*first one "
-        r"makes. Make it from what all devices share: jax.lax.psum\(x, 'data'\)"
+        r"parts of the batch disagree on c/count \(16777217, 16777218, .*\), c/key \(.*of the "
+        r"first part. Make it from values that all devices share: .* jax.lax.psum\(x, 'data'\)"
     )
     with pytest.raises(AssertionError, match=message):
         report.check()
@@ -160,7 +160,7 @@ def test_verify_tells_what_counts_a_part_alone():
     report = zerojax.verify(step, placed(QUEUE), X)
     assert [check.path for check in report.wrong] == ["c/at on the whole batch"]
     assert "make different numbers of c/at (2 and 16), in mutable=. Count over" in report.causes[0]
-    assert "the mean of what the parts of the batch make of c/queue, in mut" in report.notes[0]
+    assert "parts of the batch update c/queue, in mutable=, and a step keeps" in report.notes[0]
     assert "jax.lax.all_gather(x, 'data', tiled=True)" in report.notes[0]
     assert zerojax.verify(step, placed(QUEUE), X, whole_batch=False).ok
 
@@ -174,7 +174,7 @@ def test_verify_says_once_what_is_true_of_several_leaves():
     report = zerojax.verify(zerojax.train_step(updating(new), mutable="c"), placed(c), X)
     assert len(report.wrong) == 2 and len(report.causes) == len(report.notes) == 1
     assert "of c/counts/0 (2 and 16), c/counts/1 (4 and 32), in mutable=." in report.causes[0]
-    assert "make of c/means/0, c/means/1, c/means/2 and 2 more, in mutable=" in report.notes[0]
+    assert "update c/means/0, c/means/1, c/means/2 and 2 more, in mutable=" in report.notes[0]
 
 
 def test_a_field_returned_without_mutable_is_warned_of_and_metrics_are_not():

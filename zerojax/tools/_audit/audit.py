@@ -142,8 +142,8 @@ def _compiled(
 def compiled(lowered: jax.stages.Lowered) -> tuple[Compiled, list[str]]:
     """Compiles a step, and returns with it the compiler's warnings.
 
-    XLA writes them in native code, to standard error and nowhere else. What it writes is passed on
-    at the end: all of it after an exception, else without the harmless lines.
+    XLA writes them in native code, to standard error and nowhere else. They are passed on at the
+    end: all lines after an exception, else those that are not harmless.
     """
     sys.stderr.flush()
     terminal, failed = os.dup(2), True

@@ -20,7 +20,7 @@ from zerojax.tools._hlo.module import Array
 from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Collective, Transfer
 
 FEW_BYTES = 4096  # a step may always reduce these: losses, norms, statistics
-BIG_ALL_REDUCE = 2**20  # the most that is allowed where no plan says what is sharded
+BIG_ALL_REDUCE = 2**20  # the largest that is allowed without a plan
 BIG_GATHER = 2**20  # from here on a gather in a loop should not be synchronous
 WIDE_DTYPES = {"f32", "f64"}
 NARROW_DTYPES = {"bf16", "f16"}
@@ -208,7 +208,7 @@ def _warnings(report: Measurement) -> Iterator[str]:
     for text in report.warnings:
         yield (
             f"XLA gathers a full array to change its sharding: {text.strip()[:300]} Where the "
-            "array is made, give it the sharding it is used in: with_sharding_constraint."
+            "array is made, give it the sharding in which it is used: with_sharding_constraint."
         )
 
 
@@ -226,19 +226,20 @@ def _copies(report: Measurement, plan: Plan) -> Iterator[str]:
             f"has {human_bytes(planned)} there. Lower the step with plan.abstract(), or place the "
             "state by this plan."
         )
-    # A microbatch sends and fetches once what it keeps there for its backward.
+    # Each microbatch sends what waits there for its backward, and fetches it, once.
     kept = report.memory.host_kept
     sent = planned + report.accumulate * kept
     # Forward and backward of each microbatch fetch parameters, and so does the update.
     most = {TO_DEVICE: sent + 2 * report.accumulate * params, TO_HOST: sent}
-    also = f", and what is kept there for backward, {human_bytes(kept)}" if kept else ""
+    also = f" and {human_bytes(kept)} that wait for backward" if kept else ""
     for way in most if report.trains else ():
         copied = report.host_bytes(way)
         if copied > most[way] * MOST_COPIED + ANY_COPY:
             yield (
-                f"{human_bytes(copied)} are copied {way} in a step; what the plan has in host "
-                f"memory, {human_bytes(planned)}{also}, needs {human_bytes(most[way])}. Look for "
-                "state that the step reads outside of the optimizer."
+                f"{human_bytes(copied)} are copied {way} in a step; the plan has "
+                f"{human_bytes(planned)} in host memory{also}, which need "
+                f"{human_bytes(most[way])}. Look for state that the step reads outside of the "
+                "optimizer."
             )
         elif copied <= ANY_COPY < moments:
             yield (
@@ -267,7 +268,7 @@ def _slow_copy(one: Transfer) -> str:
     if one.by_engine:
         return (
             f" {one.way}, is a copy that the GPU waits for: nothing computes beside it. Look for a "
-            "loop that needs at once what it fetches, or sends what it has just computed."
+            "loop that needs an array as soon as it fetches it, or sends one it has just computed."
         )
     return (
         f" {one.way}, is made by a kernel, which occupies the GPU, and not by its copy engines. "

@@ -85,7 +85,7 @@ class MemoryUse:
 
     @property
     def on_device(self) -> str:
-        """The peak and what it holds, as text."""
+        """The peak and its uses, as text."""
         uses = {
             "parameters": self.parameters,
             "optimizer": self.optimizer,
@@ -107,7 +107,7 @@ class MemoryUse:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Measurement:
-    """What a compiled step costs."""
+    """The cost of a compiled step."""
 
     module: Module
     traffic: Sequence[Collective]
@@ -332,8 +332,8 @@ class Reading:
         """Counts the bytes of the buffers alive at the schedule's peak, by use."""
         reducing = [one.instruction for one in self.collectives if one.kind in ARITHMETIC]
         operands = [(operand, 0) for one in reducing for operand in one.operands]
-        # Gradients of microbatches are summed before they are reduced: so are the sums and what is
-        # added to them.
+        # Microbatches sum their gradients before these are reduced: the sums and their summands are
+        # gradients too.
         reduced = _flow.summed_in(self.module, operands)
         sizes: Counter[str] = Counter()
         for buffer, holders in _flow.peak(self.module).items():

@@ -35,8 +35,8 @@ def walk(
 ) -> Sets:
     """Walks over the instructions of a computation in the order in which they run.
 
-    `of` says what an instruction makes of its operands' sets, where it does not only pass them on.
-    `values` receives the sets of each instruction; those of the result are returned.
+    `of` maps the sets of an instruction's operands to its own, where it does more than pass them
+    on. `values` receives the sets of each instruction; the function returns those of the result.
     """
     for instruction in module.computations[name].values():
         operands = [values[operand] for operand in instruction.operands]
@@ -53,7 +53,7 @@ def _union(sets: Iterable[Iterable[Hashable]]) -> frozenset:
 
 
 class Lineage:
-    """The origins of a module's values, as far as they stay what they are.
+    """The origins of a module's values: arguments, and arrays that collectives make.
 
     An argument keeps its label while it is only moved (sliced, cast, gathered), and in the scope
     `through`; so does the result of an all-gather. The result of a reduction, a gradient, also
@@ -125,13 +125,13 @@ class Lineage:
 
 
 def summed_in(module: Module, values: Iterable[Slot]) -> set[Slot]:
-    """Finds what ends up in one of `values` by being moved or added: backward, into fusions, and
-    around loops, whose iterations add to what they carry."""
+    """Finds the values that end up in one of `values` by being moved or added: backward, into
+    fusions, and around loops, whose iterations add to the arrays they carry."""
     passed: dict[tuple[str, int], list[list[Slot]]] = collections.defaultdict(list)
     for instruction in itertools.chain(*(x.values() for x in module.computations.values())):
         # A loop passes its own value to its body, which carries it.
-        given = [instruction] if instruction.opcode == "while" else instruction.operands
-        for inside, arguments in instruction.calls([_values(x) for x in given]):
+        passes = [instruction] if instruction.opcode == "while" else instruction.operands
+        for inside, arguments in instruction.calls([_values(x) for x in passes]):
             for number, argument in enumerate(arguments):
                 passed[inside, number].append(argument)
     summed: set[Slot] = set()

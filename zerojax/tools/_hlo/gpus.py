@@ -123,7 +123,7 @@ class Gpu:
     """A GPU of a data sheet, and a GPU's share of a typical machine that has it.
 
     Rates are in bytes/s, those of links in one direction; FLOP/s are dense, in 16 bits with sums in
-    fp32. XLA alone reads `cores`, `clock_ghz` and `l2`.
+    fp32. Only XLA reads `cores`, `clock_ghz` and `l2`.
     """
 
     name: str

@@ -137,7 +137,7 @@ class Instruction:
         return self.attribute(r'op_name="([^"]*)"') or ""
 
     def passed_on(self, operands: list[list[T]], arguments: list[list[T]]) -> list[T] | None:
-        """Returns what it passes on of its operands; None if it makes an array itself.
+        """Returns the arrays of its operands that it passes on; None if it makes an array itself.
 
         There is one T for each array: of its operands, and of the arguments that its computation
         was called with.
@@ -282,7 +282,7 @@ class Module:
         pairs = re.findall(r"\{(\d*)\}: \((\d+), \{[\d,]*\}, (?:may|must)-alias\)", self.header)
         return {int(output or 0): int(parameter) for output, parameter in pairs}
 
-    def source(self, instruction: Instruction, skip: tuple[str, ...] = ()) -> str | None:
+    def source(self, instruction: Instruction, skip: tuple[str, ...]) -> str | None:
         """Returns 'file.py:12': the innermost position in a file whose path has none of `skip`."""
         for file, line in self._positions(instruction):
             if not any(part in file for part in skip):

@@ -26,7 +26,7 @@ from zerojax.tools._verify.reference import (
 
 OF_STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
 LOSS, GRADIENTS = "loss", "gradients"
-NAMED = 3  # a sentence names so many leaves, and counts the rest
+NAMED = 3  # leaves that a sentence names before it counts the rest
 ON_SHARDS = (
     "Optimizers need full arrays: run the update outside of shard_map, on sharded arrays, where "
     "norms, clipping and factored moments see all of them."
@@ -100,10 +100,9 @@ def _explains(mistake: Replayed, kind: str, step: Comparison) -> bool:
         return abs(float(step.loss) - mistake.loss) <= scale
     if mistake.grads is None:
         return False
-    limits = _compare.gradient_limits(mistake.grads, step.tolerance)
     if step.grads is not None:
-        return not any(check.is_wrong for check in step.gradient_checks(mistake.grads, limits))
-    return _gave(step, *step.led_to(mistake.grads, limits))
+        return not any(check.is_wrong for check in step.gradient_checks(mistake.grads))
+    return _gave(step, *step.led_to(mistake.grads))
 
 
 def _gave(step: Comparison, new: PyTree, spreads: Sequence[np.ndarray]) -> bool:
@@ -278,7 +277,7 @@ def _weighed(reference: Reference, parts: Replayed) -> str:
 
 
 def _other_splits(reference: Reference) -> Iterator[tuple[str, list[_batch.Role]]]:
-    """Yields other ways to split the batch, and what they would mean."""
+    """Yields other ways to split the batch, and the meaning of each."""
     leaves = _state.leaves_with_paths(reference.args[0])
     roles, rest = reference.roles[: len(leaves)], reference.roles[len(leaves) :]
     everywhere = _batch.Role(_batch.REPLICATED)
@@ -303,7 +302,7 @@ def _other_splits(reference: Reference) -> Iterator[tuple[str, list[_batch.Role]
 
 
 def check_fields_of_parts(report: Verification, reference: Reference, parts: Replayed) -> None:
-    """Checks that all parts agree on leaves without a mean, of which a step keeps the first."""
+    """Checks that all parts agree on leaves without a mean: a step keeps the first part's."""
     wrong = []
     for name, each, _, _, has_no_mean in _fields_of(reference, parts, parts):
         differs = np.any(each != each[:1], axis=0)
@@ -313,9 +312,9 @@ def check_fields_of_parts(report: Verification, reference: Reference, parts: Rep
     if wrong:
         report.causes.append(
             f"The parts of the batch disagree on {_listed(wrong)}, in mutable= and of a dtype that "
-            "has no mean: a step keeps what the first one makes. Make it from what all devices "
-            f"share: jax.lax.psum(x, {reference.axis_name}) of what each one counts; a key from "
-            "the state's own, not from one folded for the device."
+            "has no mean: a step keeps that of the first part. Make it from values that all "
+            f"devices share: sum their counts, jax.lax.psum(x, {reference.axis_name}); derive a "
+            "key from the state's own, not from one folded for the device."
         )
 
 
@@ -343,10 +342,10 @@ def check_fields_of_whole(
         )
     if means:
         report.notes.append(
-            f"A step keeps the mean of what the parts of the batch make of {_listed(means)}, in "
-            "mutable=, and the whole batch makes something else. Running statistics are meant to; "
-            "a queue is not: put into it what all devices have, jax.lax.all_gather(x, "
-            f"{reference.axis_name}, tiled=True)."
+            f"The parts of the batch update {_listed(means)}, in mutable=, and a step keeps the "
+            "mean of their results; the whole batch gives another. That is right for running "
+            "statistics and wrong for a queue: put the rows of all devices into it, "
+            f"jax.lax.all_gather(x, {reference.axis_name}, tiled=True)."
         )
 
 

@@ -1,6 +1,7 @@
 """Compares a step's results with a reference: leaf by leaf, element by element, copy by copy."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -67,8 +68,8 @@ class Verification(Printed):
     """The result of `zerojax.verify`; print it to see.
 
     `losses` are the step's, the mean over the parts of the batch on one device, and that of the
-    whole batch at once; `checks` has one for each leaf, worst first; `causes` says what is likely
-    wrong and how to fix it; `notes` what could not be compared.
+    whole batch at once; `checks` has one for each leaf, worst first; `causes` names the likely
+    mistakes and their remedies; `notes` says what could not be compared.
     """
 
     losses: dict[str, float]
@@ -194,39 +195,36 @@ def gradient_limits(grads: PyTree, tolerance: float) -> PyTree:
     return jax.tree.map(lambda size: tolerance * max(size, floor), largest)
 
 
-def spread(
-    update: Callable[[PyTree], PyTree],
-    reference: PyTree,
-    grads: PyTree,
-    limits: PyTree,
-    observed: PyTree,
-) -> list[np.ndarray]:
-    """Returns how far each element of the new state moves while gradients stay in their limits.
+def led_to(
+    update: Callable[[PyTree], PyTree], grads: PyTree, tolerance: float, observed: PyTree
+) -> tuple[PyTree, list[np.ndarray]]:
+    """Returns the new state that gradients lead to, and how far each of its elements moves while
+    they stay in their limits.
 
-    Optimizers differ in what they make of noise: Adam turns the noise of a gradient whose true
-    value is zero into steps of full size. Therefore the user's own optimizer runs on noise of one
-    sign, of the other, and of random signs. Where all elements depend on each other (norms, Muon)
-    these few tries miss some, for which the median stands. An element that is exactly zero in the
-    observed gradients too, such as a row of an embedding that nothing used, stays zero. The
-    observed gradients may have padding.
+    Optimizers treat noise differently: Adam turns the noise of a gradient whose true value is zero
+    into steps of full size. Therefore the user's own optimizer runs on noise of one sign, of the
+    other, and of random signs. Where all elements depend on each other (norms, Muon) these few
+    tries miss some, for which the median stands. An element that is exactly zero in the observed
+    gradients too, such as a row of an embedding that nothing used, stays zero. The observed
+    gradients may have padding.
     """
     random = np.random.default_rng(0)
 
-    def noisy(grad: jax.Array, limit: float, sign: int, seen: ArrayLike) -> jax.Array:
+    def noisy(sign: int, grad: jax.Array, limit: float, seen: ArrayLike) -> jax.Array:
         if not jnp.issubdtype(grad.dtype, jnp.inexact):
             return grad
         signs = sign or random.choice([-1.0, 1.0], grad.shape)
         is_zero = (grad == 0) & (numbers(seen)[tuple(map(slice, grad.shape))] == 0)
         return jnp.where(is_zero, grad, grad + jnp.asarray(signs * limit, grad.dtype))
 
-    wanted = [numbers(leaf) for leaf in jax.tree.leaves(reference)]
+    state, limits = update(grads), gradient_limits(grads, tolerance)
+    wanted = [numbers(leaf) for leaf in jax.tree.leaves(state)]
     most = [np.zeros(leaf.shape, np.float32) for leaf in wanted]
     for sign in (1, -1, 0, 0):
-        signs = jax.tree.map(lambda _: sign, limits)  # noqa: B023
-        moved = update(jax.tree.map(noisy, grads, limits, signs, observed))
+        moved = update(jax.tree.map(functools.partial(noisy, sign), grads, limits, observed))
         for far, leaf, new in zip(most, wanted, jax.tree.leaves(moved), strict=True):
             np.maximum(far, difference(numbers(new), leaf), out=far, casting="unsafe")
-    return [2 * far + 10 * np.median(far) if far.size else far for far in most]
+    return state, [2 * far + 10 * np.median(far) if far.size else far for far in most]
 
 
 def compare_padding(path: str, value: ArrayLike, shape: Shape) -> Check:
@@ -292,7 +290,7 @@ def largest(values: ArrayLike | Sequence[float]) -> float:
 
 
 def difference(value: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Returns the distance of each element; what is not finite must be equal."""
+    """Returns the distance of each element; elements that are not finite must be equal."""
     with np.errstate(invalid="ignore"):
         off = np.abs(value - reference)
     same = (value == reference) | (np.isnan(value) & np.isnan(reference))

@@ -36,8 +36,8 @@ from zerojax._wire.codecs import NOISE, Quantized, rules_of
 from zerojax.tools._verify import compare as _compare
 from zerojax.tools._verify.compare import WRONG, Check
 
-# Where weights or gradients travel quantized, gradients may be off by so many times the noise of
-# quantization, relative to their largest element.
+# Where weights or gradients travel quantized, gradients may be off by these multiples of the
+# quantization noise, relative to their largest element.
 WEIGHTS_NOISE, GRADIENTS_NOISE = 10, 4
 MICROBATCH_AXIS = "zerojax_microbatches"
 
@@ -195,7 +195,7 @@ class Reference:
         widens = self.computes_narrow and not differentiate
         compute = jnp.float32 if widens else self.precision.compute
         params, names = _state.get_params(self.state), self.recipe.mutable
-        # In place of a mesh of devices, of which there may be fewer.
+        # In place of a mesh: there may be fewer devices than parts.
         auto = (AxisType.Auto,) * len(split)
         mesh: PyTree = AbstractMesh((*split.values(),), (*split,), axis_types=auto)
         full = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), params)
@@ -263,7 +263,7 @@ class Reference:
 def _parts(value: jax.Array, role: _batch.Role, split: Sizes, fold: bool) -> jax.Array:
     """Returns a leaf of the loss's arguments with a new first dimension, over the parts.
 
-    A leaf that every part has alike stays as it is.
+    A leaf that is the same for every part keeps its shape.
     """
     ways, microbatches = math.prod(split.values()), split[MICROBATCH_AXIS]
 
@@ -351,21 +351,15 @@ class Comparison:
         return self.metrics.get("loss")
 
     @functools.cached_property
-    def limits(self) -> PyTree:
-        """The distance from the right gradients that rounding explains, for each leaf."""
-        return _compare.gradient_limits(self.right.grads, self.tolerance)
-
-    @functools.cached_property
     def wanted(self) -> tuple[PyTree, list[np.ndarray]]:
         """The right new state, and how far rounding may put each of its elements from it."""
-        return self.led_to(self.right.grads, self.limits)
+        return self.led_to(self.right.grads)
 
-    def led_to(self, grads: PyTree, limits: PyTree) -> tuple[PyTree, list[np.ndarray]]:
+    def led_to(self, grads: PyTree) -> tuple[PyTree, list[np.ndarray]]:
         """Returns the new state that these gradients lead to, and how far rounding moves it."""
         update = functools.partial(self.reference.update, right=self.right)
-        new = update(grads)
         seen = grads if self.grads is None else self.grads
-        return new, _compare.spread(update, new, grads, limits, seen)
+        return _compare.led_to(update, grads, self.tolerance, seen)
 
     def state_checks(self, new: PyTree, spreads: Sequence[np.ndarray]) -> Iterator[Check]:
         """Compares the step's new state with another one, leaf by leaf, judged by the change that
@@ -388,10 +382,11 @@ class Comparison:
             if place.rest.padding and np.shape(value) == place.padded_shape:
                 yield _compare.compare_padding(leaf.name, value, place.shape)
 
-    def gradient_checks(self, grads: PyTree, limits: PyTree) -> Iterator[Check]:
+    def gradient_checks(self, grads: PyTree) -> Iterator[Check]:
         """Compares the step's gradients, where they are known, with others."""
         if self.grads is None:
             return iter(())
+        limits = _compare.gradient_limits(grads, self.tolerance)
         rests = [leaf.update.padded(leaf.shape) for leaf in self.reference.plan.params]
         return _compare.compare_trees("grads", "gradient", self.grads, grads, limits, rests)
 

@@ -164,7 +164,7 @@ def _verified(
         comparison = dataclasses.replace(comparison, right=parts)
     report.checks += [
         *_metric_checks(comparison),
-        *comparison.gradient_checks(parts.grads, comparison.limits),
+        *comparison.gradient_checks(parts.grads),
         *comparison.state_checks(*comparison.wanted),
     ]
     if any(check.is_wrong or check.copies_differ for check in report.checks):
@@ -223,7 +223,7 @@ def _compare_meaning(
 
 
 def _comparable(reference: Reference, parts: Replayed) -> tuple[Reference, Replayed] | None:
-    """Returns a reference whose parts mean what the whole batch does, and these; None without any.
+    """Returns a reference whose parts compare with the whole batch, and these parts; or None.
 
     A wide dtype, and one random number for all: else dropout of the whole batch is another sample.
     """
@@ -256,7 +256,7 @@ def _metric_checks(comparison: Comparison) -> Iterator[Check]:
     if aux is not None and "aux" in metrics:
 
         def wanted(stacked: jax.Array, mean: jax.Array, value: jax.Array) -> jax.Array:
-            """A step returns the mean over the parts, or what they return row by row."""
+            """A step returns the mean over the parts, or their rows one after another."""
             rows = stacked.reshape(-1, *stacked.shape[2:]) if stacked.ndim > 1 else mean
             return rows if rows.shape == np.shape(value) != mean.shape else mean
 
@@ -270,7 +270,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     if comparison.loss is None:
         yield "The step's metrics have no 'loss', so it is not compared."
     if comparison.grads is None:
-        yield "The step returns no gradients; what they did to the new state is compared."
+        yield "The step returns no gradients; their effect on the new state is compared."
     if comparison.reference.skips(parts):
         yield (
             "The loss or the gradients are not finite on one device either, and both sides skip "
