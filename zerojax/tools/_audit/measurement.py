@@ -30,17 +30,8 @@ from zerojax.tools._hlo.schedule import LONGEST_NAME, Collective, Replay, place_
 
 FEW = 0.01  # of the FLOPs of a step
 # Files that have no source lines of a user's, those that start a command among them.
-OURS = (
-    "<frozen runpy>",
-    "/bin/zerojax",
-    "/zerojax/_",
-    "/zerojax/tools/",
-    "/zerojax/nnx.py",
-    "/zerojax/aot.py",
-    "/jax/",
-    "/flax/",
-    "/optax/",
-    "/jaxlib/",
+OURS = re.compile(
+    r"<frozen runpy>|/bin/zerojax|/zerojax/(_|tools/|nnx\.py|aot\.py)|/(jax|jaxlib|flax|optax)/"
 )
 BF16, FLOAT32 = "bfloat16", "float32"
 IN_JAX = {"bf16": BF16, "f16": "float16", "f32": FLOAT32, IN_FULL: FLOAT32}  # XLA's, as JAX's

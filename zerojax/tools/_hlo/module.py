@@ -282,12 +282,10 @@ class Module:
         pairs = re.findall(r"\{(\d*)\}: \((\d+), \{[\d,]*\}, (?:may|must)-alias\)", self.header)
         return {int(output or 0): int(parameter) for output, parameter in pairs}
 
-    def source(self, instruction: Instruction, skip: tuple[str, ...]) -> str | None:
-        """Returns 'file.py:12': the innermost position in a file whose path has none of `skip`."""
-        for file, line in self._positions(instruction):
-            if not any(part in file for part in skip):
-                return f"{file}:{line}"
-        return None
+    def source(self, instruction: Instruction, skip: re.Pattern) -> str | None:
+        """Returns 'file.py:12': the innermost position in a file without `skip` in its path."""
+        positions = self._positions(instruction)
+        return next((f"{file}:{line}" for file, line in positions if not skip.search(file)), None)
 
     def _positions(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
         """Yields (file, line) of the instruction's stack frames, innermost first."""

@@ -13,16 +13,9 @@ from zerojax._loss import batch as _batch, fields as _fields, mean as _mean
 from zerojax._plan.padding import padded, unpadded
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import PyTree
-from zerojax.tools._verify import compare as _compare
+from zerojax.tools._verify import compare as _compare, reference as _reference
 from zerojax.tools._verify.compare import Check, Verification
-from zerojax.tools._verify.reference import (
-    MICROBATCH_AXIS,
-    Comparison,
-    Reference,
-    Replayed,
-    averaged,
-    has_keys_of_its_own,
-)
+from zerojax.tools._verify.reference import Comparison, Reference, Replayed
 
 OF_STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
 LOSS, GRADIENTS = "loss", "gradients"
@@ -178,14 +171,14 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             "len(x), not by that of the whole batch."
         )
     if reference.microbatches > 1 and close(
-        replay(reference.split | {MICROBATCH_AXIS: 1}).loss, whole
+        replay(reference.split | {_reference.MICROBATCH_AXIS: 1}).loss, whole
     ):
         norm = ", as BatchNorm does" if _has_statistics(reference, parts) else ""
         return (
             f"The loss means something else on a microbatch than on the whole batch{norm}: with "
             f"accumulate=1 it is the same. Use that, {accept}."
         )
-    if has_keys_of_its_own(parts.jaxpr):
+    if _reference.has_keys_of_its_own(parts.jaxpr):
         remedy = "Pass the key to the step, step(state, batch, rng), which folds it for each part"
         if hasattr(reference.state, "with_streams"):
             remedy = (
@@ -357,7 +350,7 @@ def _fields_of(
     names = reference.recipe.mutable
     if not names:
         return
-    others = (jax.tree.leaves(averaged(x.aux, names)) for x in (parts, whole))
+    others = (jax.tree.leaves(_reference.averaged(x.aux, names)) for x in (parts, whole))
     for leaf, *values in zip(_state.leaves_with_paths(parts.aux), *others, strict=True):
         if _fields.is_field(leaf.path, names):
             each, kept, of_whole = map(_compare.numbers, (leaf.value, *values))

@@ -76,12 +76,7 @@ class Reference:
     """A recipe followed on one device, from a state and a batch gathered there."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        plan: Plan,
-        state: PyTree,
-        args: Sequence[PyTree],
-        device: Device | None,
+        self, recipe: Recipe, plan: Plan, state: PyTree, args: PyTree, device: Device | None
     ) -> None:
         self.recipe, self.plan = recipe, plan
         self.device = plan.mesh.devices.flat[0] if device is None else device
@@ -89,7 +84,7 @@ class Reference:
         _batch.check(args, self.roles, plan.size, recipe.options.accumulate)
         _check_fits(plan, self.device)
         self.state = self.moved(on_host(state, plan))
-        self.args = self.moved(tuple(args))
+        self.args = self.moved(args)
         self.precision = precision_of(plan, recipe.options.precision)
         # The user's own axes have size 1 here, so that a loss may name them.
         sizes = {a: n if a in plan.batch_axes else 1 for a, n in plan.mesh.shape.items()}
@@ -190,7 +185,7 @@ class Reference:
         """
         split = self.split if split is None else split
         ways = math.prod(split.values())
-        leaves, treedef = jax.tree.flatten(self.args if args is None else tuple(args))
+        leaves, treedef = jax.tree.flatten(self.args if args is None else args)
         pairs = list(zip(leaves, self.roles if roles is None else roles, strict=True))
         widens = self.computes_narrow and not differentiate
         compute = jnp.float32 if widens else self.precision.compute
