@@ -182,7 +182,7 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
         remedy = "Pass the key to the step, step(state, batch, rng), which folds it for each part"
         if hasattr(reference.state, "with_streams"):
             remedy = (
-                "Draw from a nnx.Rngs of the model, or pass one to the step, "
+                "Draw from a nnx.Rngs that the model holds, or pass one to the step, "
                 "step(model, optimizer, batch, rngs): its keys are folded for each part"
             )
         return (
