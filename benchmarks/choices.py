@@ -23,7 +23,7 @@ from zerojax.tools._forecast import (
     network as _network,
     presets as _presets,
 )
-from zerojax.tools._forecast.forecast import Workload
+from zerojax.tools._forecast.forecast import Workload, WorkOptions
 from zerojax.tools._forecast.ways import AMSP, HSDP, WayToTrain
 from zerojax.tools._hlo import gpus as _gpus
 
@@ -72,13 +72,13 @@ def chosen(name, count, card):
     h100 = _gpus.named("H100")
     rates = dataclasses.replace(h100.rates, network=card * 1e9)
     model, gpus = _presets.preset(name, h100), f"{count}xH100"
-    gpu, batch = dataclasses.replace(h100, given_rates=rates), figures.ROWS_PER_GPU * count
-    shared = model.make_state, model.batch(batch), None, None, gpus, gpu, 8, None
-    work = Workload(*shared, {"tx": None, "mutable": ()})
-    search = _choose._Search(work, model.losses(), None)
+    batch = figures.ROWS_PER_GPU * count
+    options = WorkOptions(rates=rates)
+    shared = model.losses(), model.make_state, model.batch(batch), None, gpus, options
+    search = _choose.Search(Workload.of(*shared))
     with _cache.kept(_cache.folder()):
-        choice = search.run(lossy=True)
-        found = described(choice.best), described(choice.best_with_codes)
+        choice = _choose.Choice(gpus, options, search.run(lossy=True))
+        found = described(choice.best), described(choice.best_quantized)
         ranked = {one.way: one for one in choice.tried}
         theirs = list(search.compiled)
         by_hand(count > 8, functools.partial(fits, search, ranked))

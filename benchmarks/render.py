@@ -244,7 +244,7 @@ def choices() -> str:
     """Renders the way that `--choose` takes, and how much faster the best compiled one is."""
     stored = json.loads((HERE / "choices.json").read_text())
     lines = [f"JAX {stored['jax']} ({_dates(stored)}).", ""]
-    header = ["GPUs, network", "chosen, exact", "step", "slower by", "chosen with codes", "step",
+    header = ["GPUs, network", "chosen, exact", "step", "slower by", "chosen quantized", "step",
               "slower by", "of"]  # fmt: skip
     by_model = itertools.groupby(stored["rows"], lambda row: row["row"].split(" on ")[0])
     for model, rows in by_model:

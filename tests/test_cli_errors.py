@@ -28,20 +28,26 @@ BAD = {
     "three axes": (("forecast", *NAMED, "a,b,c"), "must be the name of the mesh axis over all"),
     "one twice": (("forecast", *NAMED, "a,a"), "two names: of the hosts, and of the GPUs of each"),
     "microbatches": (("forecast", "124m", "--accumulate", "8"), "microbatches. Pass --rows 8, or"),
-    "binary": (("audit", "binary.hlo"), "binary.hlo cannot be read as HLO (not text). Give a file"),
+    "binary": (("audit", "binary.hlo"), "binary.hlo cannot be read as HLO (not text). Name a file"),
     "hosts of HLO": (("audit", STEP, "--per-host", "0"), "--per-host 0 must be a positive integer"),
     "tokens": (("forecast", "mymodel:model", "--tokens", "-1"), "--tokens -1 must be positive"),
     "too many": (("forecast", "124m", "--gpus", "10000000xH100"), "more than 100,000 GPUs, and no"),
     "no picture": (("audit", "124m", "--plot", "x.hlo"), "x.hlo does not name a picture file"),
     "plot nowhere": (("audit", "124m", "--plot", "no/x.png"), "there is no directory for no/x.png"),
     "damaged": (("audit", "damaged.hlo"), "the HLO text has no ENTRY computation: was it cut off"),
-    "nodes": (("forecast", "124m", "--nodes", "8x4"), "8xH100 are 8. Pass --gpus 32xH100"),
+    "hosts": (
+        ("forecast", "mymodel:model", "--per-host", "0"),
+        "do not fill hosts of 0. Pass",
+    ),
     "set of HLO": (("audit", STEP, "--set", "n=1"), "is compiled already. Leave out --set."),
-    "links of none": (("audit", STEP, "--network", "9"), "links are those of a GPU. Name it, as"),
+    "links of none": (("audit", STEP, "--network", "9"), "are those of a GPU: name it, --gpu H1"),
     "16 bits": (("forecast", "124m", "--compute", "float32"), "'124m' computes in the 16 bits of"),
     "config of a size": (("audit", "124m", "--config", "c.json"), "is for module:function, and '1"),
-    "study nowhere": (("study", "124m", *G8, "--out", "no/x"), "--out 'no/x' cannot be written"),
-    "foreign": (("study", "124m", *G8, "--out", "mymodel.py"), "mymodel.py' is no file of a stud"),
+    "rows": (("study", "124m", *G8, "--rows", "most"), "--rows 'most' must be positive, or 'larg"),
+    "study nowhere": (
+        ("study", "124m", *G8, "--plot", "no/x.png"),
+        "there is no directory for no/",
+    ),
     "rates": (("study", "124m", *G8, "8xA100", "--network", "9"), "--gpus names A100-80GB, H100"),
     "plot of CPU": (("audit", STEP, "--plot", "x.png"), "no times to plot"),
 }
@@ -69,12 +75,11 @@ def test_bad_input_is_a_line_with_a_remedy(case, run, module, tmp_path):
 USAGE = """
 table --stages 4
 forecast
-forecast 124m --nodes 8x0
+forecast 124m --rows 0
 forecast 124m --network 0
 forecast 124m --groups params=gpu,params=node
 forecast 124m --regather ,
 forecast 124m --update x
-study 124m --gpus 8xH100 --rows most
 """
 
 

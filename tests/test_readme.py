@@ -87,7 +87,7 @@ XLA_FLAG = "XLA_FLAGS=--xla_gpu_analytical_latency_estimator_options=nic_speed_g
 GRAPHS = "XLA_FLAGS=--xla_gpu_enable_command_buffer="
 INSTALL = zerojax.aot.install_command()
 CHOOSE = "forecast 124m --gpus 16xH100 --network 12.5 --choose"
-STUDY = "study 60b --gpus 64xH100 128xH100 400xH100 --stages 3 --out study.json --plot study.png"
+STUDY = "study 60b --gpus 64xH100 128xH100 400xH100 --stages 3 --plot study.png"
 ELSEWHERE = {
     "make demo": (".ci/run", "make .* demo "),
     "make test": (".ci/run", "make .* test "),

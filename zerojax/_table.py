@@ -15,10 +15,9 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-Row = tuple[str, ...]
 TEXT = str | bool  # what is aligned at the left
 Cell = TEXT | float | None  # numbers have a format; None is printed as "-"
 GAP = 2  # spaces between columns
@@ -98,6 +97,14 @@ def _hanging(line: str, room: int) -> str:
     return "\n".join(_wrap(line, room, subsequent_indent=" " * indent))
 
 
+class Column(NamedTuple):
+    """A column of a table: its value for an item, a sentence about it, how numbers are printed."""
+
+    value: Callable[[Any], Cell]
+    about: str = ""
+    form: Callable[[Any], str] = str
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Table:
     """Rows below a header: prints on a terminal, in a log and in a notebook; `to_dict` is for JSON.
@@ -107,10 +114,10 @@ class Table:
 
     - `title`: lines of text above, `notes`: paragraphs below. A note of several lines is code: it
       does not wrap, so that it can be copied.
-    - `formats`: makes text of the numbers of a column, `human_bytes` for example. `human_time` has
-      all of a column in one unit.
-    - `flexible`, the first by default: columns that may become narrow. Text wraps, and long words
-      lose their middle, unless the column is `whole`.
+    - `formats`: turns the numbers of a column into text, by `human_bytes` for example. `human_time`
+      gives all of a column one unit.
+    - `flexible`, the first by default: columns that may become narrow. Their text wraps, and long
+      words lose their middle, unless the column is `whole`.
     - `optional`: columns that a narrow table leaves out, in this order.
     - `keys`: the first columns, repeated where a table is still too wide and continues below.
     """
@@ -127,28 +134,35 @@ class Table:
     optional: Sequence[str] = ()
     keys: int = 1
 
+    @classmethod
+    def of(cls, columns: Mapping[str, Column], items: Iterable[Any], **options: Any) -> "Table":
+        """Makes a table with a row for each item."""
+        formats = {title: column.form for title, column in columns.items()}
+        rows = [[column.value(item) for column in columns.values()] for item in items]
+        return cls(list(columns), rows, formats=formats, **options)
+
     def __str__(self) -> str:
-        at = {title: column for column, title in enumerate(self.header)}
-        named = zip(self.header, self._columns(), strict=True)
-        numbers = {name for name, column in named if not all(isinstance(c, TEXT) for c in column)}
-        flexible = self.header[:1] if self.flexible is None else self.flexible
-        text = text_table(
-            [tuple(self.header), *self._texts()],
-            right=[at[name] for name in (*numbers, *self.right) if name in at],
-            flexible=[at[name] for name in flexible if name in at],
-            whole=[at[name] for name in self.whole],
-            optional=[at[name] for name in self.optional if name in at],
-            keys=self.keys,
-        )
+        above = [paragraphs(self.title)] if self.title else []
         notes = [note if "\n" in note else paragraphs([note]) for note in self.notes]
-        return "\n".join([*([paragraphs(self.title)] if self.title else []), text, *notes])
+        return "\n".join([*above, *self._drawn(_room()), *notes])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        texts = [tuple(self.header), *self._texts()]
-        end = len(texts) - len(self.totals)
-        return html_table(self.title, texts[:end], texts[end:], self.notes)
+        def row(cells: Iterable[str], tag: str = "td") -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+        def text(lines: Sequence[str]) -> str:
+            parts = [html.escape(line) for line in lines if line]
+            parts = [f"<pre>{part.strip()}</pre>" if "\n" in part else part for part in parts]
+            return f"<p>{'<br>'.join(parts)}</p>" if parts else ""
+
+        texts = list(zip(*self._texts().values(), strict=True))
+        body = "".join(map(row, texts[: len(self.rows)]))
+        foot = "".join(row(cells, "th") for cells in texts[len(self.rows) :])
+        table = f"<thead>{row(self.header, 'th')}</thead><tbody>{body}</tbody>"
+        table += f"<tfoot>{foot}</tfoot>" if foot else ""
+        return f"{text(self.title)}<table>{table}</table>{text(self.notes)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the rows as dicts by column, with numbers as they are."""
@@ -157,17 +171,40 @@ class Table:
         parts = {"title": self.title, "rows": named[:count], "totals": named[count:]}
         return {name: list(part) for name, part in (parts | {"notes": self.notes}).items() if part}
 
-    def _columns(self) -> list[list[Cell]]:
+    def _columns(self) -> dict[str, list[Cell]]:
         every = (*self.rows, *self.totals)
-        return [[row[at] for row in every] for at in range(len(self.header))]
+        return {name: [row[at] for row in every] for at, name in enumerate(self.header)}
 
-    def _texts(self) -> list[Row]:
-        """Returns the rows, with the total rows below, as text."""
-        texts = (
-            _formatted(cells, self.formats.get(name, _plain))
-            for name, cells in zip(self.header, self._columns(), strict=True)
-        )
-        return list(zip(*texts, strict=True))
+    def _texts(self) -> dict[str, list[str]]:
+        columns = self._columns().items()
+        return {name: _formatted(cells, self.formats.get(name, str)) for name, cells in columns}
+
+    def _drawn(self, room: int) -> Iterator[str]:
+        """Draws the rows; where they are wider than `room`, as tables with a blank line between."""
+        texts = self._texts()
+        if room < sys.maxsize:
+            texts = {name: column for name, column in texts.items() if any(column) or not column}
+        numbers = (k for k, v in self._columns().items() if not all(isinstance(c, TEXT) for c in v))
+        right = {*numbers, *self.right}
+        flexible = self.header[:1] if self.flexible is None else self.flexible
+        natural = {name: max(map(len, (name, *column))) for name, column in texts.items()}
+        least = {k: min(LEAST_WIDTH, v) if k in flexible else v for k, v in natural.items()}
+        for count, block in enumerate(_blocks(least, room, self.optional, self.keys)):
+            rows = range(len(self.rows) + len(self.totals))
+            if count:
+                yield ""
+                rows = [at for at in rows if any(texts[name][at] for name in block[self.keys :])]
+            spare, columns, formats = max(0, room - _width(least, block)), [], []
+            for name in block:
+                width = min(natural[name], least[name] + spare)
+                spare -= width - least[name]
+                cells = [name, "-" * width, *(texts[name][at] for at in rows)]
+                columns.append(_wrapped(cells, width, name in self.whole))
+                formats.append(f"{{:{'>' if name in right else '<'}{width}}}")
+            line = (" " * GAP).join(formats)
+            for row in zip(*columns, strict=True):
+                for texts_of_line in itertools.zip_longest(*row, fillvalue=""):
+                    yield line.format(*texts_of_line).rstrip()
 
 
 def _formatted(column: Sequence[Cell], form: Callable[[Any], str]) -> list[str]:
@@ -175,11 +212,9 @@ def _formatted(column: Sequence[Cell], form: Callable[[Any], str]) -> list[str]:
     if form is human_time and len({human_time(seconds).split()[-1] for seconds in numbers}) > 1:
         form = "{:,.1f} ms".format
         column = [cell if isinstance(cell, str | None) else cell * 1e3 for cell in column]
-    return ["-" if c is None else c if isinstance(c, str) else form(c) for c in column]
-
-
-def _plain(cell: Cell) -> str:
-    return ("no", "yes")[cell] if isinstance(cell, bool) else str(cell)
+    words = {True: "yes", False: "no", None: "-"}
+    fixed = [words[cell] if isinstance(cell, bool | None) else cell for cell in column]
+    return [cell if isinstance(cell, str) else form(cell) for cell in fixed]
 
 
 class Printed:
@@ -197,86 +232,24 @@ class Printed:
         return self.table()._repr_html_()
 
 
-def explained(columns: Mapping[str, str]) -> Table:
-    """Lists the columns of a table, with a sentence about each."""
-    header = "column", "what it says"
-    return Table(header, list(columns.items()), flexible=header[1:])
-
-
-def text_table(
-    rows: Sequence[Row],
-    right: Collection[int] = (),
-    *,
-    flexible: Collection[int] = (0,),
-    whole: Collection[int] = (),
-    optional: Sequence[int] = (),
-    keys: int = 1,
-) -> str:
-    """Draws a table whose first row is its heading; on a terminal, one that fits it.
-
-    What is printed elsewhere, to a log say, is drawn in full.
-
-    Arguments:
-        right: columns to align at their right.
-        flexible: columns that may become narrow: text wraps, and long words lose their middle.
-        whole: of these, those whose long words stick out instead: they are to be copied.
-        optional: columns that a narrow table leaves out, in this order.
-        keys: the first columns, repeated where a table is still too wide and continues below.
-    """
-    head, *body = rows
-    room = _room()
-    fits = room < sys.maxsize
-    empty = [at for at in range(len(head)) if fits and body and not any(row[at] for row in body)]
-    natural = {at: max(len(row[at]) for row in rows) for at in range(len(head)) if at not in empty}
-    least = {at: min(LEAST_WIDTH, size) if at in flexible else size for at, size in natural.items()}
-    tables = []
-    for block in _blocks(least, room, optional, keys):
-        shown = [row for row in body if not tables or any(row[at] for at in block[keys:])]
-        spare = max(0, room - _width(least, block))
-        widths = {}
-        for at in block:
-            widths[at] = min(natural[at], least[at] + spare)
-            spare -= widths[at] - least[at]
-        tables.append(_drawn([head, *shown], widths, right, whole))
-    return "\n\n".join(tables)
-
-
-def _width(widths: Mapping[int, int], columns: Sequence[int]) -> int:
-    return sum(widths[at] + GAP for at in columns) - GAP
+def _width(widths: Mapping[str, int], columns: Sequence[str]) -> int:
+    return sum(widths[name] + GAP for name in columns) - GAP
 
 
 def _blocks(
-    widths: Mapping[int, int], room: int, optional: Sequence[int], keys: int
-) -> list[list[int]]:
+    widths: Mapping[str, int], room: int, optional: Sequence[str], keys: int
+) -> list[list[str]]:
     """Splits columns into tables no wider than `room`; each begins with the same key columns."""
     columns = list(widths)
-    for at in optional:
-        if _width(widths, columns) > room and at in columns:
-            columns.remove(at)
+    for name in optional:
+        if _width(widths, columns) > room and name in columns:
+            columns.remove(name)
     blocks = [columns[:keys]]
-    for at in columns[keys:]:
-        if len(blocks[-1]) > keys and _width(widths, [*blocks[-1], at]) > room:
+    for name in columns[keys:]:
+        if len(blocks[-1]) > keys and _width(widths, [*blocks[-1], name]) > room:
             blocks.append(columns[:keys])
-        blocks[-1].append(at)
+        blocks[-1].append(name)
     return blocks
-
-
-def _drawn(
-    rows: Sequence[Row],
-    widths: Mapping[int, int],
-    right: Collection[int],
-    whole: Collection[int],
-) -> str:
-    """Draws columns of these widths, in which text wraps, and a rule under the heading."""
-    head, *body = rows
-    columns = [
-        _wrapped([head[at], "-" * width, *(row[at] for row in body)], width, at in whole)
-        for at, width in widths.items()
-    ]
-    aligned = [f"{{:{'>' if at in right else '<'}{width}}}" for at, width in widths.items()]
-    line = (" " * GAP).join(aligned)
-    cells = (itertools.zip_longest(*row, fillvalue="") for row in zip(*columns, strict=True))
-    return "\n".join(line.format(*texts).rstrip() for row in cells for texts in row)
 
 
 def _wrapped(cells: Sequence[str], width: int, whole: bool) -> list[list[str]]:
@@ -291,25 +264,3 @@ def _wrapped(cells: Sequence[str], width: int, whole: bool) -> list[list[str]]:
         return _wrap(" ".join(short.get(word, word) for word in cell.split()), width)
 
     return [lines(cell) for cell in cells]
-
-
-def html_table(
-    lines: Sequence[str],
-    rows: Sequence[Row],
-    totals: Sequence[Row] = (),
-    below: Sequence[str] = (),
-) -> str:
-    """Makes HTML for notebooks: lines of text, then a table whose first row is its heading."""
-
-    def row(cells: Row, tag: str = "td") -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-    def text(lines: Sequence[str]) -> str:
-        parts = [html.escape(line) for line in lines if line]
-        parts = [f"<pre>{part.strip()}</pre>" if "\n" in part else part for part in parts]
-        return f"<p>{'<br>'.join(parts)}</p>" if parts else ""
-
-    body = "".join(map(row, rows[1:]))
-    foot = f"<tfoot>{''.join(row(cells, 'th') for cells in totals)}</tfoot>" if totals else ""
-    table = f"<table><thead>{row(rows[0], 'th')}</thead><tbody>{body}</tbody>{foot}</table>"
-    return f"{text(lines)}{table}{text(below)}"

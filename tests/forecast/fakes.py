@@ -21,7 +21,7 @@ import zerojax
 from tests.hlo.modules import gpu_named
 from zerojax.tools._forecast.case import Case, Forecast
 from zerojax.tools._forecast.choose import Choice, Tried
-from zerojax.tools._forecast.forecast import Workload
+from zerojax.tools._forecast.forecast import Workload, WorkOptions
 from zerojax.tools._forecast.study import Study
 from zerojax.tools._forecast.ways import WayToTrain
 
@@ -104,7 +104,7 @@ def compiled_nowhere(monkeypatch, peak=lambda stage, count, rows: rows):
     each)."""
     seen = []
 
-    def compiled(work, variant, loss, stage, accumulate, order):
+    def compiled(work, variant, stage, accumulate, order):
         count = work.mesh.size
         rows = work.batch.shape[0] // count
         seen.append((stage, count, rows))
@@ -180,9 +180,9 @@ def changed(one, **fields):
     return dataclasses.replace(one, case=dataclasses.replace(one.case, **fields))
 
 
-def choice(*ways, network=None, **more):
-    precision = more.pop("precision", None)
-    return Choice("8xH100", gpu(network=network), precision, 8, 4, ways, **more)
+def choice(*ways, network=None, is_nnx=False, **options):
+    rates = gpu(network=network).given_rates
+    return Choice("8xH100", WorkOptions(rates=rates, per_host=4, **options), ways, is_nnx)
 
 
 # -- studies
@@ -190,7 +190,7 @@ def choice(*ways, network=None, **more):
 
 def cell(gpus="64xH100", stage=3, asked=4, model="7.5b", failed="", peak=30, **given):
     """A case of a study: each GPU does 400 TFLOP/s, and a step takes a second."""
-    asked_for = {"model": model, "asked": asked, "settings": "remat full", "key": "key"}
+    asked_for = {"model": model, "asked": asked, "settings": "remat full"}
     if failed:
         return Case(gpus, stage, failed=failed, **asked_for)
     count = Case(gpus, stage).count
@@ -207,5 +207,7 @@ def study(*cases):
 
 
 def stored_cases(data):
-    """The cases of a study's file, as data."""
-    return [Case.of_dict(one) for one in data["cases"]]
+    """The cases that a study has printed as JSON."""
+    names = {field.name for field in dataclasses.fields(Case)}
+    cases = [{name: one[name] for name in one.keys() & names} for one in data["cases"]]
+    return [Case(**one | {"matmuls": tuple(one.get("matmuls", ()))}) for one in cases]

@@ -1,6 +1,7 @@
 """Compiled steps on disk: the same results without the compiler, and no harm done."""
 
 import concurrent.futures
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -177,3 +178,25 @@ def test_where_it_is(audit, tmp_path, monkeypatch):
         assert [path.parent for path in kept] == ([tmp_path / where] if where else [])
         for path in kept:
             path.unlink()
+
+
+def doubled(params, batch):
+    return 2 * fakes.loss(params, batch)
+
+
+def test_a_later_study_compiles_only_what_it_lacks(compiled, tmp_path, monkeypatch):
+    def study(gpus, loss=fakes.loss, **options):
+        models = {"mine": (loss, fakes.make_state, fakes.batch)}
+        with fakes.cpus_for_gpus():
+            return zerojax.tools.study(models, gpus=gpus, stages=3, rows=4, **options).cases
+
+    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path))
+    (first,) = study("2xH100")
+    assert len(compiled) == 1
+    again, more = study(["2xH100", "4xH100"])
+    assert len(compiled) == 2 and more.count == 4
+    assert dataclasses.replace(again, compile_seconds=first.compile_seconds) == first
+    study("2xH100", doubled)
+    assert len(compiled) == 3, "another loss"
+    study("2xH100", cache=False)
+    assert len(compiled) == 4

@@ -11,32 +11,32 @@ import zerojax.nnx
 from tests import nnx_models
 from tests.forecast import fakes
 
-CODES = {"gather": "int8", "reduce": "int8", "regather": "gpu"}
+LOSSY = {"gather": "int8", "reduce": "int8", "regather": "gpu"}
 HSDP = (("params", "gpu"), ("grads", "gpu"), ("opt_state", "gpu"))
 AMSP = (*HSDP[:2], ("opt_state", ("gpu", "node")))
 
 
-def test_the_fastest_that_fits_is_best_and_codes_must_pay():
+def test_the_fastest_that_fits_is_best_and_quantized_must_pay():
     slow, too_large = fakes.tried(2.0, accumulate=2), fakes.tried(1.0, 90, stage=0)
-    exact, coded = fakes.tried(1.5), fakes.tried(1.495, **CODES)
-    one = fakes.choice(slow, too_large, exact, coded, fakes.untried())
-    assert one.best.way == exact.way and one.best_with_codes is None
+    exact, quantized = fakes.tried(1.5), fakes.tried(1.495, **LOSSY)
+    one = fakes.choice(slow, too_large, exact, quantized, fakes.untried())
+    assert one.best.way == exact.way and one.best_quantized is None
     assert [each.case.step_seconds for each in one.compiled] == [1.495, 1.5, 2.0, 1.0]
-    other = fakes.choice(slow, fakes.tried(1.4, **CODES))
-    assert other.best.way == slow.way and other.best_with_codes.way == coded.way
-    assert other.to_dict()["best"] == [other.python(slow.way), other.python(coded.way)]
-    nothing = fakes.choice(too_large, fakes.tried(3.0, **CODES))
-    assert nothing.best is None and nothing.best_with_codes.way == coded.way
+    other = fakes.choice(slow, fakes.tried(1.4, **LOSSY))
+    assert other.best.way == slow.way and other.best_quantized.way == quantized.way
+    assert other.to_dict()["best"] == [other.python(slow.way), other.python(quantized.way)]
+    nothing = fakes.choice(too_large, fakes.tried(3.0, **LOSSY))
+    assert nothing.best is None and nothing.best_quantized.way == quantized.way
 
 
 def test_it_prints_what_was_compiled_and_the_python():
     others = [fakes.untried(accumulate=count) for count in (4, 2)]
-    text = str(fakes.choice(fakes.tried(1.5), fakes.tried(1.4, **CODES), *others))
+    text = str(fakes.choice(fakes.tried(1.5), fakes.tried(1.4, **LOSSY), *others))
     ranked = "4 ways, of 1, 2 or 4 microbatches; 2 compiled, which may be the fastest"
     assert ranked in " ".join(text.split())
     assert 'stage=3, regather="gpu", gather="int8", reduce="int8"; full' in text
     assert "exact numbers, 1.5 s, 0.0% MFU, 1 microbatch:\n\nstate = zerojax.shard_train" in text
-    assert "Faster with codes, 1.4 s, 0.0% MFU" in text
+    assert "Faster quantized, 1.4 s, 0.0% MFU" in text
     assert 'losses["full"], regather="gpu")' in text
     assert "Nothing fits. The least is about 90.0 GiB: use more GPUs or" in str(
         fakes.choice(fakes.tried(1.0, 90))
@@ -55,9 +55,9 @@ def test_it_prints_speeds_and_the_dtype():
 
 def test_it_says_what_hosts_need(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    across = fakes.changed(fakes.tried(1.5, **CODES), network_bytes=1)
+    across = fakes.changed(fakes.tried(1.5, **LOSSY), network_bytes=1)
     text = str(fakes.choice(across, network=6e9))
-    assert "Fastest with codes, 1.5 s, 0.0% MFU" in text and "before Python starts" in text
+    assert "Fastest quantized, 1.5 s, 0.0% MFU" in text and "before Python starts" in text
     assert "XLA_FLAGS" not in str(fakes.choice(fakes.tried(1.5), network=6e9))
     assert "XLA pins" in str(fakes.choice(fakes.changed(across, pinned=96 * 2**30)))
 
@@ -78,7 +78,7 @@ def named(params, batch):
         ({"variant": "full", "accumulate": 2, "order": "layers"}, {}, False),
         ({"offload": ("opt_state",)}, {}, False),
         ({"groups": AMSP, "accumulate": 2}, {}, True),
-        (CODES | {"reduce": "int4"}, {}, True),
+        (LOSSY | {"reduce": "int4"}, {}, True),
     ],
     ids=str,
 )

@@ -45,7 +45,7 @@ def chosen(gpus="8xH100", losses=loss, rows=ROWS, **options):
 
 def test_what_all_fits_goes_nowhere_and_by_the_plan_its_gradients_wait(cpus):
     found = chosen()
-    assert found.best.way.is_exact and found.best_with_codes is None
+    assert found.best.way.is_exact and found.best_quantized is None
     assert all(one.way.is_exact and not one.way.names_levels for one in found.tried)
     assert not any(one.way.offload for one in found.compiled)
     peak = {str(one.way): one.peak for one in found.tried}
@@ -59,11 +59,11 @@ def test_what_all_fits_goes_nowhere_and_by_the_plan_its_gradients_wait(cpus):
 @pytest.mark.gpu_code
 def test_a_slow_network_gets_less_to_carry():
     slow = chosen("16xH100", rates=zerojax.tools.rates_of("H100", network=1e8))
-    assert slow.best_with_codes.way.gather == "int8"
+    assert slow.best_quantized.way.gather == "int8"
     assert slow.best.way.regather == "gpu" or slow.best.way.groups is not None
     assert not any(one.way.offload for one in slow.compiled), "it all fits"
     times = [one.case.step_seconds for one in slow.compiled if one.case.fits]
-    assert slow.best_with_codes.case.step_seconds == min(times) < slow.best.case.step_seconds
+    assert slow.best_quantized.case.step_seconds == min(times) < slow.best.case.step_seconds
     assert len(slow.compiled) <= 9
 
 
@@ -97,7 +97,7 @@ UNKNOWN = {"xla_gpu_enable_x": True}
 
 
 REFUSED = [
-    (zerojax.train_step(loss), TypeError, "got one that is made. Give it the loss"),
+    (zerojax.train_step(loss), TypeError, "got a step that has them. Pass it the loss"),
     # Its Python would not have them.
     (
         fixed(accumulate=2, prefetch=0, donate=False, compiler_options=UNKNOWN),
@@ -109,7 +109,7 @@ REFUSED = [
         ValueError,
         r"batch_specs=...\). choose splits batches along their f",
     ),
-    ({"a": fixed(), "b": fixed()}, TypeError, r"'a' is a step. Give one step, not in a dict"),
+    ({"a": fixed(), "b": fixed()}, TypeError, r"'a' is a step. Pass one step, not in a dict"),
 ]
 
 

@@ -122,8 +122,8 @@ def test_a_python_config_is_passed_whole_and_settings_change_it(forecast):
         ("train.py:no", None, (), "train.py:no cannot be imported: module 'train' has no att"),
         ("train:model", "nosuch.json", (), "--config nosuch.json cannot be read: No such file"),
         ("train:model", "train.py", (), "--config train.py has no function get_config()."),
-        ("train:model", "bad.json", (), "--config bad.json is no JSON: Expecting value"),
-        ("train:model", "list.json", (), "--config list.json is no JSON object, but a list."),
+        ("train:model", "bad.json", (), "--config bad.json is not JSON: Expecting value"),
+        ("train:model", "list.json", (), "--config list.json is a JSON list, not an object."),
         ("124m", None, ("depth=3",), "no 'depth' in Gpt. Its fields: layers, hidden, heads"),
     ],
 )

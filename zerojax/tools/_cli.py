@@ -33,7 +33,7 @@ from zerojax.tools._forecast import (
     network as _network,
     presets as _presets,
 )
-from zerojax.tools._forecast.forecast import each_once
+from zerojax.tools._forecast.forecast import WorkOptions, each_once
 from zerojax.tools._forecast.models import Given, Ingredients
 from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
@@ -41,7 +41,9 @@ from zerojax.tools._hlo.gpus import Gpu, Rates
 ALL_WELL, NOT_WELL, BAD_INPUT = 0, 1, 2
 GB = 1e9
 WIDTHS = ("param_bytes", "grad_bytes", "optimizer_bytes")
-OF_MODELS = ("settings", "config", "groups", "nodes", "master", "compute", "axis")  # not of HLO
+# Flags that say how to compile, and not of HLO, which is compiled already.
+OF_MODELS = {field.name for field in dataclasses.fields(WorkOptions)} - {"accumulate", "per_host"}
+OF_MODELS |= {"settings", "config", "master", "compute", "gather", "reduce"}
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 
 
@@ -97,25 +99,18 @@ def as_typed(text: str, flags: Container[str]) -> str:
 
 def forecast(arguments: argparse.Namespace) -> int:
     model, options = _model(arguments), _options(arguments, zerojax.forecast)
-    if arguments.choose:
-        return _chosen(arguments, model, options)
-    result = zerojax.forecast(*model, **options)
-    _show(arguments, result.to_dict(), str(result))
-    return ALL_WELL if result.best else NOT_WELL
-
-
-def _chosen(arguments: argparse.Namespace, model: Ingredients, options: dict[str, Any]) -> int:
-    """Prints the fastest way to train the model."""
-    options.pop("pad")
-    takes = inspect.signature(_tools.choose).parameters
-    decided = [name for name in options if name not in takes]
+    if not arguments.choose:
+        result = zerojax.forecast(*model, **options)
+        _show(arguments, result.to_dict(), str(result))
+        return ALL_WELL if result.best else NOT_WELL
+    decided = [name for name in options if name not in inspect.signature(_tools.choose).parameters]
     decided += [name for name in ("gather", "reduce") if getattr(arguments, name)]
     if decided:
         flags = ", ".join(f"--{name}" for name in decided)
         raise ValueError(f"--choose decides {flags} itself. Leave out one or the other.")
     result = _tools.choose(*model, **options)
     _show(arguments, result.to_dict(), str(result))
-    return ALL_WELL if result.best or result.best_with_codes else NOT_WELL
+    return ALL_WELL if result.best or result.best_quantized else NOT_WELL
 
 
 def study(arguments: argparse.Namespace) -> int:
@@ -155,21 +150,21 @@ def audit(arguments: argparse.Namespace) -> int:
 
 def _audited_text(path: pathlib.Path, arguments: argparse.Namespace) -> Report:
     """Audits a file of HLO, compiled by whomever."""
-    if named := [name for name in OF_MODELS if getattr(arguments, name)]:
+    if named := [name for name in vars(arguments) if name in OF_MODELS and vars(arguments)[name]]:
         flags = ", ".join(f"--{name}" for name in named).replace("settings", "set")
         raise ValueError(f"{path} is compiled already. Leave out {flags}.")
     gpu = None if arguments.gpu is None else _known.named(arguments.gpu)
     if arguments.network or arguments.host_link:
         if gpu is None:
-            raise ValueError("links are those of a GPU. Name it, as in --gpu H100.")
+            raise ValueError("--network and --host-link are those of a GPU: name it, --gpu H100.")
         gpu = dataclasses.replace(gpu, given_rates=_rates(arguments, gpu))
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not text"
         raise ValueError(
-            f"{path} cannot be read as HLO ({why}). Give a file with what compiled.as_text() "
-            "returns, a preset, or module:function."
+            f"{path} cannot be read as HLO ({why}). Name a file with the text of "
+            "compiled.as_text(), a preset, or module:function."
         ) from None
     count = arguments.accumulate or 1
     return zerojax.audit(text, gpu=gpu, per_host=arguments.per_host, accumulate=count)
@@ -216,40 +211,26 @@ def state_bytes(
 
 
 def _options(arguments: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns what a function is told by flags; JAX is told to compile, and XLA of a slow network,
-    before anything is."""
+    """Returns the arguments of a function that flags name. Tells XLA of a slow network before it
+    compiles for the first time."""
     jax.config.update("jax_platforms", "cpu")  # nothing runs; other backends only take time
     taken = inspect.signature(function).parameters.values()
     names = [one.name for one in taken if one.kind is one.KEYWORD_ONLY]
     options: dict[str, Any] = {name: getattr(arguments, name, None) for name in names}
     gpu = _known.parse_count(each_once(arguments.gpus)[0])[1]  # of several, the first
     options |= {"rates": _rates(arguments, gpu), "precision": _precision(arguments, gpu)}
-    options |= {"per_host": _per_host(arguments)}
     if _network.is_misjudged(dataclasses.replace(gpu, given_rates=options["rates"])):
         _network.tell(os.environ)
     return {name: value for name, value in options.items() if value is not None}
 
 
 def _precision(arguments: argparse.Namespace, gpu: Gpu) -> Precision | None:
-    """Returns the precision that flags name: dtypes, codes on the wire, narrow parameters."""
+    """Returns the precision that flags name."""
     narrow = {"compute": gpu.half, "param": gpu.half, "master": "float32"}
     named = narrow if arguments.master else {}
     flags = {name: getattr(arguments, name) for name in ("compute", "gather", "reduce")}
     named |= {name: value for name, value in flags.items() if value is not None}
     return Precision(**named) if named else None
-
-
-def _per_host(arguments: argparse.Namespace) -> int:
-    """Returns the GPUs of a host, which `--nodes` names together with the hosts."""
-    if getattr(arguments, "nodes", None) is None:
-        return arguments.per_host
-    (hosts, local), (count, gpu) = arguments.nodes, _known.parse_count(arguments.gpus)
-    if hosts * local != count:
-        raise ValueError(
-            f"--nodes {hosts}x{local} are {hosts * local} GPUs, and --gpus {arguments.gpus} are "
-            f"{count}. Pass --gpus {hosts * local}x{gpu.name}."
-        )
-    return local
 
 
 def _rates(arguments: argparse.Namespace, gpu: Gpu) -> Rates | None:
@@ -271,7 +252,9 @@ def _model(arguments: argparse.Namespace) -> Ingredients:
         )
     chooses, remats = getattr(arguments, "choose", False), getattr(arguments, "remat", None)
     remats = remats or (_presets.REMATS if chooses else ("full",))
-    return _models.of_preset(name, arguments.gpus, arguments.rows, remats, settings)
+    count, gpu = _known.parse_count(arguments.gpus)
+    preset = _presets.on(_models.changed_preset(name, settings), gpu)
+    return preset.losses(remats), preset.make_state, preset.batch(arguments.rows * count), None
 
 
 def _models_of(arguments: argparse.Namespace) -> dict[str, Given]:
@@ -289,9 +272,9 @@ def _models_of(arguments: argparse.Namespace) -> dict[str, Given]:
 
 
 def _refuse_own(arguments: argparse.Namespace, name: str) -> None:
-    """Raises where a preset is given what is for models of the user's."""
+    """Raises where flags for models of your own come with a preset."""
     if arguments.config is not None:
-        raise ValueError(f"--config is for module:function, and {name!r} is none.")
+        raise ValueError(f"--config is for module:function, and {name!r} is a preset.")
     if arguments.compute is not None:
         raise ValueError(
             f"--compute is for module:function, and {name!r} computes in the 16 bits of the GPU. "

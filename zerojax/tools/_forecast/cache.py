@@ -1,4 +1,4 @@
-"""Compiled steps on disk: what one run of the command line has compiled, the next one reads.
+"""Compiled steps on disk: one run of the command line reads what an earlier one has compiled.
 
 JAX's own cache keeps executables, which cannot be loaded where there is no GPU. An audit reads no
 more of a compiled step than this keeps: the text of the program, and what the compiler said.
@@ -34,12 +34,13 @@ COMPILERS = (
     *(f"jax-{cuda}-{part}" for cuda in ("cuda12", "cuda13") for part in ("plugin", "pjrt")),
 )
 
-_FOLDER = contextvars.ContextVar[pathlib.Path | None]("folder", default=None)
+# The folder, and whether the lines of the user's code tell programs apart.
+_STORE = contextvars.ContextVar[tuple[pathlib.Path | None, bool]]("store", default=(None, True))
 
 
 @dataclasses.dataclass(frozen=True)
 class KeptProgram:
-    """What an audit reads of a compiled step."""
+    """The parts of a compiled step that an audit reads."""
 
     text: str
     temp_size_in_bytes: int
@@ -56,8 +57,8 @@ class KeptProgram:
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> pathlib.Path | None:
-    """Returns where compiled steps are kept: `ZEROJAX_CACHE`, which turns it off where it is
-    empty, or a folder of the user's cache."""
+    """Returns where compiled steps are kept: in `ZEROJAX_CACHE`, nowhere if that is empty, or in a
+    folder of the user's cache."""
     caches = environ.get("XDG_CACHE_HOME") or "~/.cache"
     path = environ.get(VARIABLE, os.path.join(caches, "zerojax"))
     with contextlib.suppress(RuntimeError):  # there is no home
@@ -65,25 +66,29 @@ def folder(environ: Mapping[str, str] = os.environ) -> pathlib.Path | None:
 
 
 @contextlib.contextmanager
-def kept(folder: pathlib.Path | None) -> Iterator[None]:
-    """Keeps what is compiled in a folder, and reads what is there; None keeps nothing."""
-    token = _FOLDER.set(folder)
+def kept(folder: pathlib.Path | None, lines: bool = True) -> Iterator[None]:
+    """Keeps compiled programs in a folder, and reads those that are there; None keeps nothing.
+
+    An audit names the lines of code that a program comes from. Whoever needs no `lines` gets a
+    program although its code has moved since.
+    """
+    token = _STORE.set((folder, lines))
     try:
         yield
     finally:
-        _FOLDER.reset(token)
+        _STORE.reset(token)
 
 
 def compiled(
     step: Step, state: PyTree, batch: PyTree, rng: PyTree, plan: Plan
 ) -> Step | KeptProgram:
     """Returns a step as an audit takes it: compiled, where compiled steps are kept."""
-    folder = _FOLDER.get()
+    folder, lines = _STORE.get()
     if folder is None:
         return step
     args = (state, batch) if rng is None else (state, batch, rng)
     lowered = step.lower(*args)
-    file = folder / f"{_key(lowered, step.options_for(*args), plan)}{SUFFIX}"
+    file = folder / f"{_key(lowered, lines, step.options_for(*args), plan)}{SUFFIX}"
     program = _read(file)
     if program is None:
         executable, warnings = _audit.compiled(lowered)
@@ -96,28 +101,21 @@ def compiled(
     return dataclasses.replace(program, recipe=step.recipe, written=written)
 
 
-def _key(lowered: jax.stages.Lowered, options: Mapping[str, Any], plan: Plan) -> str:
-    """Digests all that the compiler is given, and what it is."""
+def _key(lowered: jax.stages.Lowered, lines: bool, options: Mapping[str, Any], plan: Plan) -> str:
+    """Digests the compiler's input and its version."""
     devices = plan.mesh.devices.flat
     gpu = _known.of_device_kind(devices[0].device_kind)
-    settings = {
-        k: v for k, v in jax.config.values.items() if isinstance(v, bool | int | float | str)
-    }
+    config = jax.config.values.items()
     parts = [
-        lowered.as_text(debug_info=True),  # an audit names the lines that a program comes from
+        lowered.as_text(debug_info=lines),
         sorted(options.items()),
         os.environ.get("XLA_FLAGS", ""),
-        sorted(settings.items()),
+        sorted((k, v) for k, v in config if isinstance(v, bool | int | float | str)),
         [devices[0].device_kind, gpu.target_config() if gpu else ""],
         [(device.id, device.process_index) for device in devices],
-        versions(),
+        [jax.__version__, zerojax.__version__, *map(_version, COMPILERS)],
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def versions() -> list[str]:
-    """Returns the versions of all that makes a program."""
-    return [jax.__version__, zerojax.__version__, *map(_version, COMPILERS)]
 
 
 def _version(package: str) -> str:
@@ -128,8 +126,8 @@ def _version(package: str) -> str:
 
 
 def _read(file: pathlib.Path) -> KeptProgram | None:
-    """Reads a program; what is missing or damaged is compiled again."""
-    if not file.is_file():  # who opens a pipe may wait for ever
+    """Reads a program; None if it is missing or damaged."""
+    if not file.is_file():  # opening a pipe may wait for ever
         return None
     with contextlib.suppress(OSError, zlib.error, ValueError, TypeError):
         program = KeptProgram(**json.loads(zlib.decompress(file.read_bytes())))
@@ -138,8 +136,8 @@ def _read(file: pathlib.Path) -> KeptProgram | None:
 
 
 def _write(file: pathlib.Path, program: KeptProgram) -> None:
-    """Writes a program, all of it or nothing; where that is not possible, nothing is kept. Drops
-    what was not read for longest, until the rest takes no more than `MOST_BYTES`."""
+    """Writes a program, all of it or, where that is not possible, nothing. Removes the files that
+    were not read for longest, until the rest take no more than `MOST_BYTES`."""
     kept = {k: v for k, v in vars(program).items() if k not in ("recipe", "written")}
     beside = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):

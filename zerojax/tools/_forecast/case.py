@@ -2,8 +2,9 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
 
 from zerojax import _figures
 from zerojax._figures import Figure, PlotAxes
@@ -11,7 +12,7 @@ from zerojax._plan import offload as _offload
 from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._step.step_options import LAYERS, MICROBATCHES
-from zerojax._table import Cell, Printed, Table, human_bytes, human_time
+from zerojax._table import Column, Printed, Table, human_bytes, human_time
 from zerojax.tools._audit.report import Report
 from zerojax.tools._forecast import network as _network
 from zerojax.tools._hlo import gpus as _known
@@ -19,26 +20,25 @@ from zerojax.tools._hlo.gpus import Gpu
 
 GIB, MS = 2**30, 1e-3
 WAITING = "#b2ab8c"
-ASKED = ("gpus", "stage", "model", "asked", "settings", "key")  # what each case of a study has
 DERIVED = ("fits", "spare", "rows", "wire_bytes", "examples_per_second", "tokens_per_second")
 DERIVED += ("tflops", "mfu")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to train on some GPUs: what was asked, and what the compiled step costs.
+    """One way to train on some GPUs: what you asked for, and what the compiled step costs.
 
-    - A study has several models (`model`), and asks for so many rows on each GPU (`asked`).
-      `settings` are what else its steps are made with; `key` is a digest of all that the numbers
-      depend on. `failed` is the reason why there are none.
+    - A study has several models (`model`), and asks for some rows on each GPU (`asked`). `settings`
+      names the other options of its steps. `failed` says why a case has no numbers.
     - Bytes and `flops`, which the model needs in a step, are those of a GPU. `formula` is the state
-      by the plan alone, with gradients in the parameters' dtypes, and with the parameters that
+      by the plan, with gradients in the dtypes of the parameters, and with the parameters that
       groups keep in a node during the step. `peak` is the compiler's peak memory; `gradients` and
-      `activations` (with the gathered weights) are parts of it. `on_host` is what rests in host
-      memory, `pinned` that of all GPUs of a host.
+      `activations` (with the gathered weights) are parts of it. `on_host` rests in host memory,
+      `pinned` in that of a host, for all of its GPUs.
     - Times are modelled seconds of one step; in `waited_seconds` it waits for the host's memory.
-    - `matmuls` are the dtypes that the step computes in; `wide_matmuls` says how many are in
-      float32 beside narrower ones, and where most of these are, or that the GPU lacks the model's.
+    - `matmuls` are the dtypes that the step multiplies in; `wide_matmuls` says how many FLOPs are
+      in float32 beside narrower ones and where most of these are, or that the GPU lacks the
+      model's dtype.
     """
 
     gpus: str
@@ -50,7 +50,6 @@ class Case:
     model: str = ""
     asked: int | str = ""
     settings: str = ""
-    key: str = ""
     failed: str = ""
     examples: int = 0
     tokens: int | None = None
@@ -110,63 +109,42 @@ class Case:
 
     @property
     def tflops(self) -> float:
-        """What a GPU does of the FLOPs that the model needs, in 1e12 a second."""
+        """The FLOPs that the model needs, as each GPU does them, in 1e12 a second."""
         return self._each_second(self.flops) / 1e12
 
     @property
     def mfu(self) -> float:
         return self._each_second(self.flops) / self.kind.flops
 
+    @property
+    def in_layers(self) -> str:
+        return ", layers" if self.order == LAYERS and self.accumulate > 1 else ""
+
     def _each_second(self, count: float) -> float:
         return count / self.step_seconds if self.step_seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all but the report, as JSON has it."""
-        named = {field.name: getattr(self, field.name) for field in STORED}
-        return named | {name: getattr(self, name) for name in DERIVED}
-
-    @classmethod
-    def of_dict(cls, stored: dict[str, Any]) -> "Case":
-        """The reverse; raises KeyError or TypeError where something is missing."""
-        fields = [f.name for f in STORED if f.name in stored or f.name in ASKED]
-        named: dict[str, Any] = {name: stored[name] for name in fields}
-        named["matmuls"] = tuple(named.get("matmuls", ()))
-        return cls(**named)
+        names = [field.name for field in dataclasses.fields(self) if field.name != "report"]
+        return {name: getattr(self, name) for name in (*names, *DERIVED)}
 
 
-STORED = [field for field in dataclasses.fields(Case) if field.name != "report"]
-
-
-def _of(field: str) -> Callable[[Case], Cell]:
-    return lambda case: getattr(case, field)
-
-
-def _in_layers(case: Case) -> str:
-    return ", layers" if case.order == LAYERS and case.accumulate > 1 else ""
-
-
-class Column(NamedTuple):
-    """What a case has in a column, a sentence about it, and how a number is printed."""
-
-    value: Callable[[Case], Cell]
-    about: str
-    form: Callable[[float], str] = str
+ON_HOST, HOST_WAIT = "on the host", "waits for it"  # columns of offloaded steps
+STAGE = "0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters."
 
 
 def _bytes(field: str, about: str) -> Column:
-    return Column(_of(field), about, human_bytes)
+    return Column(attrgetter(field), about, human_bytes)
 
 
 def _time(field: str, about: str) -> Column:
-    return Column(_of(field), about, human_time)
+    return Column(attrgetter(field), about, human_time)
 
 
-ON_HOST, HOST_WAIT = "on the host", "waits for it"  # columns of what is offloaded
-STAGE = "0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters."
 CASE_COLUMNS = {
-    "stage": Column(_of("stage"), f"The ZeRO stage: {STAGE}"),
+    "stage": Column(attrgetter("stage"), f"The ZeRO stage: {STAGE}"),
     "accumulate": Column(
-        lambda case: f"{case.accumulate}{_in_layers(case)}",
+        lambda case: f"{case.accumulate}{case.in_layers}",
         "Microbatches of a step; 'layers' where all of them pass a layer before the next one.",
     ),
     "remat": Column(
@@ -179,7 +157,7 @@ CASE_COLUMNS = {
     "activations": _bytes("activations", "Activations and gathered weights at the peak."),
     "formula": _bytes("formula", "The state and its gradients by the plan, as the paper counts."),
     "peak": _bytes("peak", "The most memory that the step needs at a time, by the compiler."),
-    "fits": Column(_of("fits"), "Whether the peak is within the memory that is usable."),
+    "fits": Column(attrgetter("fits"), "Whether the peak is within the memory that is usable."),
     "spare": _bytes("spare", "The usable memory that is left at the peak."),
     ON_HOST: _bytes("on_host", "State and activations in the memory of the host."),
     "sent, host": _bytes("link_bytes", "What a GPU sends in a step to others of its host."),
@@ -192,28 +170,22 @@ CASE_COLUMNS = {
     ),
     HOST_WAIT: _time("waited_seconds", "The part of the step in which the GPU waits for copies."),
     "tokens/s": Column(
-        _of("tokens_per_second"), "The tokens of all GPUs together in a second.", "{:,.0f}".format
+        attrgetter("tokens_per_second"),
+        "The tokens of all GPUs together in a second.",
+        "{:,.0f}".format,
     ),
     "MFU": Column(
-        _of("mfu"),
+        attrgetter("mfu"),
         "The FLOPs that the model needs, without what is computed again, of those of the GPUs.",
         "{:.1%}".format,
     ),
 }
-CASE_EXPLAINED = {title: column.about for title, column in CASE_COLUMNS.items()}
-
-
-def case_table(columns: Mapping[str, Column], cases: Sequence[Case], **options: Any) -> Table:
-    """Makes a row for each case."""
-    rows = [[column.value(case) for column in columns.values()] for case in cases]
-    formats = {title: column.form for title, column in columns.items() if column.form is not str}
-    return Table(list(columns), rows, formats=formats, **options)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Forecast(Printed):
     """The result of `zerojax.forecast`: print or `plot` it. `best` is the fastest case that fits,
-    or None. `settings` are what all cases have in common and is no default."""
+    or None. `settings` are the options that all cases share, other than the defaults."""
 
     gpus: str
     gpu: Gpu
@@ -239,7 +211,13 @@ class Forecast(Printed):
         figure, (memory, times) = _figures.panels(1.6 + 0.38 * len(self.cases), 3, 2)
         draw_memory(memory, self.cases, self.gpu.usable)
         _draw_times(times, self.cases)
-        memory.set_yticks(range(len(self.cases)), list(map(_case_name, self.cases)))
+        names = []
+        for case in self.cases:
+            accumulated = f"x{case.accumulate}{case.in_layers}" if case.accumulate > 1 else ""
+            names.append(
+                ", ".join(filter(None, (f"stage {case.stage}", accumulated, case.variant)))
+            )
+        memory.set_yticks(range(len(names)), names)
         memory.invert_yaxis()
         for axes in (memory, times):
             axes.spines[["top", "right"]].set_visible(False)
@@ -251,22 +229,24 @@ class Forecast(Printed):
     def table(self) -> Table:
         offloads = any(case.on_host for case in self.cases)
         shown = {k: v for k, v in CASE_COLUMNS.items() if offloads or k not in (ON_HOST, HOST_WAIT)}
-        title, right = [self._title()], ("stage", "accumulate")
-        options = {"title": title, "notes": [self._advice()], "right": right}
-        return case_table(shown, self.cases, flexible=("remat",), keys=3, **options)
-
-    def _title(self) -> str:
-        usable = human_bytes(self.gpu.usable)
-        return "; ".join(
-            [
-                f"{self.gpus}, {usable} usable of {human_bytes(self.gpu.memory)} each",
-                *matmuls_of(self.cases),
-                *self._groups(),
-                *self.settings,
-                "bytes per GPU, grads and activations at the peak",
-                "times modelled",
-                "MFU of dense FLOP/s in 16 bits",
-            ]
+        title = [
+            f"{self.gpus}, {human_bytes(self.gpu.usable)} usable of "
+            f"{human_bytes(self.gpu.memory)} each",
+            *matmuls_of(self.cases),
+            *self._groups(),
+            *self.settings,
+            "bytes per GPU, grads and activations at the peak",
+            "times modelled",
+            "MFU of dense FLOP/s in 16 bits",
+        ]
+        return Table.of(
+            shown,
+            self.cases,
+            title=["; ".join(title)],
+            notes=[self._advice()],
+            right=("stage", "accumulate"),
+            flexible=("remat",),
+            keys=3,
         )
 
     def _groups(self) -> list[str]:
@@ -281,27 +261,35 @@ class Forecast(Printed):
                 "more GPUs, more microbatches (accumulate), more rematerialization, or the host's "
                 "memory (offload='opt_state')."
             )
-        how = f"stage={best.stage}" + (f", accumulate={best.accumulate}" * (best.accumulate > 1))
-        how += f", order={best.order!r}" * bool(_in_layers(best))
-        how += f", {best.groups}" * bool(best.groups)
-        remat = f", remat {best.variant!r}" if best.variant else ""
-        fastest = (
-            f"Fastest that fits: {how}{remat}, {human_time(best.step_seconds)} a step, "
-            f"{human_bytes(best.spare)} to spare."
-        )
-        network = [_network.advice(self.gpu, os.environ)] if best.network_bytes else []
-        return " ".join([fastest, *filter(None, network), *_offload.told_of_pool(best.pinned)])
+        how = [
+            f"stage={best.stage}",
+            f"accumulate={best.accumulate}" if best.accumulate > 1 else "",
+            f"order={best.order!r}" if best.in_layers else "",
+            best.groups,
+            f"remat {best.variant!r}" if best.variant else "",
+            f"{human_time(best.step_seconds)} a step",
+            f"{human_bytes(best.spare)} to spare.",
+        ]
+        fastest = f"Fastest that fits: {', '.join(filter(None, how))}"
+        return " ".join([fastest, *told_to_hosts(self.gpu, [best])])
 
 
 def matmuls_of(cases: Sequence[Case]) -> list[str]:
-    """Names the dtypes that each case computes in, mostly one."""
+    """Names the dtypes that each case multiplies in, mostly one."""
     dtypes = dict.fromkeys(" and ".join(case.matmuls) for case in cases if case.matmuls)
-    wide = next((case.wide_matmuls for case in cases if case.wide_matmuls), "")
-    more = f" ({wide})" if wide else ""
-    return [f"matmuls in {' or '.join(dtypes)}{more}"] if dtypes else []
+    wide = next((f" ({case.wide_matmuls})" for case in cases if case.wide_matmuls), "")
+    return [f"matmuls in {' or '.join(dtypes)}{wide}"] if dtypes else []
 
 
-# -- its figure
+def told_to_hosts(gpu: Gpu, cases: Sequence[Case]) -> list[str]:
+    """Says which environment variables hosts need: for a slow network, for memory to pin."""
+    crosses = any(case.network_bytes for case in cases)
+    advice = _network.advice(gpu, os.environ) if crosses else ""
+    pinned = max((case.pinned for case in cases), default=0)
+    return [*([advice] if advice else []), *_offload.told_of_pool(pinned)]
+
+
+# -- the picture of a forecast
 
 
 def draw_memory(
@@ -312,54 +300,44 @@ def draw_memory(
     ink: str = "black",
 ) -> None:
     """Draws bars stacked up to the peak; bytes of no other kind count as activations."""
-    uses = {
-        PARAMS: [case.parameters for case in cases],
-        OPT_STATE: [case.optimizer for case in cases],
-        GRADS: [case.gradients for case in cases],
-    }
-    uses[ACTIVATIONS] = [
-        case.peak - sum(use[row] for use in uses.values()) for row, case in enumerate(cases)
-    ]
-    left = [0.0] * len(cases)
-    for use, nbytes in uses.items():
-        if not any(nbytes):
-            continue
-        widths = [count / GIB for count in nbytes]
-        style = {"color": colours[use], "edgecolor": "white", "linewidth": 0.5}
-        axes.barh(range(len(cases)), widths, left=left, label=TITLES[use], **style)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    for row, case in enumerate(cases):
-        note = "" if case.fits else ", does not fit"
-        _write(axes, left[row], row, f"{case.peak / GIB:.1f}{note}")
-    if max(left) * 2 > usable / GIB:
+    fields = {PARAMS: "parameters", OPT_STATE: "optimizer", GRADS: "gradients"}
+    uses = {use: [getattr(case, field) for case in cases] for use, field in fields.items()}
+    named = [sum(nbytes) for nbytes in zip(*uses.values(), strict=True)]
+    uses[ACTIVATIONS] = [case.peak - known for case, known in zip(cases, named, strict=True)]
+    parts = {TITLES[use]: (colours[use], nbytes) for use, nbytes in uses.items()}
+    notes = [f"{case.peak / GIB:.1f}{'' if case.fits else ', does not fit'}" for case in cases]
+    _draw_bars(axes, parts, GIB, notes)
+    label = "GiB per GPU at the peak"
+    if 2 * max(case.peak for case in cases) > usable:
         axes.axvline(usable / GIB, color=ink, linestyle="--", linewidth=1)
-        axes.set_xlabel(f"GiB per GPU at the peak; line: {usable / GIB:.0f} usable")
+        axes.set_xlabel(f"{label}; line: {usable / GIB:.0f} usable")
     else:
-        axes.set_xlabel(f"GiB per GPU at the peak, of {usable / GIB:.0f} usable")
+        axes.set_xlabel(f"{label}, of {usable / GIB:.0f} usable")
 
 
 def _draw_times(axes: PlotAxes, cases: Sequence[Case]) -> None:
-    compute = [case.compute_seconds / MS for case in cases]
-    exposed = [case.exposed_seconds / MS for case in cases]
-    rows = range(len(cases))
-    axes.barh(rows, compute, color="0.75", label="compute")
-    if any(exposed):
-        label = "exposed communication"
-        axes.barh(rows, exposed, left=compute, color=_figures.EXPOSED, label=label)
-    if any(case.on_host for case in cases):
-        left = [a + b for a, b in zip(compute, exposed, strict=True)]
-        waited = [case.waited_seconds / MS for case in cases]
-        axes.barh(rows, waited, left=left, color=WAITING, label="waiting for the host")
-    for row, case in enumerate(cases):
-        _write(axes, case.step_seconds / MS, row, f"{case.step_seconds / MS:,.0f}")
+    parts = {
+        "compute": ("0.75", [case.compute_seconds for case in cases]),
+        "exposed communication": (_figures.EXPOSED, [case.exposed_seconds for case in cases]),
+        "waiting for the host": (WAITING, [case.waited_seconds for case in cases]),
+    }
+    _draw_bars(axes, parts, MS, [f"{case.step_seconds / MS:,.0f}" for case in cases])
     axes.set_xlabel("ms per step, modelled")
 
 
-def _write(axes: PlotAxes, end: float, row: int, text: str) -> None:
-    """Writes beside a bar that ends there."""
-    axes.text(end, row, f" {text}", va="center", fontsize=_figures.SMALL)
-
-
-def _case_name(case: Case) -> str:
-    accumulated = f"x{case.accumulate}{_in_layers(case)}" if case.accumulate > 1 else ""
-    return ", ".join(filter(None, (f"stage {case.stage}", accumulated, case.variant)))
+def _draw_bars(
+    axes: PlotAxes,
+    parts: Mapping[str, tuple[str, Sequence[float]]],
+    unit: float,
+    notes: Sequence[str],
+) -> None:
+    """Draws a bar for each case, of parts with a colour one after the other, and a note beside."""
+    ends = [0.0] * len(notes)
+    for label, (colour, values) in parts.items():
+        widths = [value / unit for value in values]
+        if any(widths):
+            style = {"color": colour, "edgecolor": "white", "linewidth": 0.5}
+            axes.barh(range(len(notes)), widths, left=ends, label=label, **style)
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    for row, (end, note) in enumerate(zip(ends, notes, strict=True)):
+        axes.text(end, row, f" {note}", va="center", fontsize=_figures.SMALL)

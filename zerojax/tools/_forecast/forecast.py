@@ -5,7 +5,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from zerojax._plan import planner as _planner
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import StateOptions
+from zerojax._plan.precision import Precision
 from zerojax._plan.show import groups_text
 from zerojax._progress import hinting, progress
 from zerojax._state import hints as _hints, refusals as _refusals
@@ -26,20 +27,17 @@ from zerojax._step.step_options import MICROBATCHES, ORDERS, TrainOptions
 from zerojax._types import PyTree
 from zerojax._wire.codecs import Quantized
 from zerojax.tools._audit import audit as _audit
-from zerojax.tools._audit.report import Report
 from zerojax.tools._forecast import cache as _cache
 from zerojax.tools._forecast.case import Case, Forecast
 from zerojax.tools._forecast.mfu import needed_flops
-from zerojax.tools._forecast.models import Loss, NnxStep, functional, own_options
+from zerojax.tools._forecast.models import Loss, NnxStep, taken_apart
 from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
 
-P = ParamSpec("P")
 STAGES = (0, 1, 2, 3)
 MANY_LAYERS = 8
 LEVELS = "node", "gpu"  # axes of the hosts, and of the GPUs of each
-# A loss and its name; a stage, a number of microbatches, and their order.
-Combination = tuple[tuple[str, Loss], tuple[int, int, str]]
+SHOWN = {"accumulate", "order", "groups"}  # options that a forecast's table or title shows anyway
 
 
 def _rates(rates: object) -> object:
@@ -50,8 +48,8 @@ def _rates(rates: object) -> object:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkOptions(StateOptions, TrainOptions):
-    """How a step trains on GPUs that are not there: all that a plan and a step take, but for what
-    is tried or made for these GPUs."""
+    """How a step trains on GPUs that are not there: the options of a plan and of a step, without
+    those that these GPUs decide."""
 
     stage: int = dataclasses.field(default=3, init=False)
     mesh: Mesh | None = dataclasses.field(default=None, init=False)
@@ -70,11 +68,21 @@ class WorkOptions(StateOptions, TrainOptions):
     )
     per_host: int = option(aot.PER_HOST, "GPUs of a host.")
 
+    @property
+    def names_levels(self) -> bool:
+        """Whether a step needs hosts and their GPUs as axes: it names one, or quantizes gradients
+        between hosts."""
+        quantizes = isinstance(getattr(self.precision, "reduce", None), Quantized)
+        return quantizes or self.groups is not None or not isinstance(self.regather, bool)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForecastOptions(WorkOptions):
     """What `forecast` tries."""
 
+    rng: PyTree = dataclasses.field(
+        default=None, kw_only=False, metadata={"text": "a key, if the loss takes one."}
+    )
     gpus: str = dataclasses.field(metadata={"text": 'such as "64xH100".'})
     stages: Sequence[int] | int | None = option(
         None, "one or several; by default all, with `groups` only 3."
@@ -92,42 +100,23 @@ class ForecastOptions(WorkOptions):
         Options.__post_init__(self)  # the step checks what holds for one order
 
 
-class _Forecasting(Protocol[P]):
-    def __call__(
-        self,
-        loss_fn: Any,
-        make_state: Any,
-        batch: PyTree,
-        rng: PyTree = None,
-        *args: P.args,
-        **options: P.kwargs,
-    ) -> Forecast: ...
-
-
-def _takes(options: Callable[P, Any]) -> Callable[[Callable[..., Forecast]], _Forecasting[P]]:
-    """Has type checkers see the options, as `takes`, and that the key may be left out."""
-    return takes(options)  # type: ignore[reportReturnType]
-
-
-@_takes(ForecastOptions)
+@takes(ForecastOptions)
 def forecast(
     loss_fn: Loss | Mapping[str, Loss] | Step | NnxStep,
     make_state: Callable[[], PyTree],
     batch: PyTree,
-    rng: PyTree = None,
-    options: Any = None,
+    options: ForecastOptions,
 ) -> Forecast:
     """Compiles a training step for GPUs that are not there, at each stage, and counts its cost.
 
     Arguments:
         loss_fn: as for `zerojax.train_step`; or a dict of several, such as a model with and without
             `jax.checkpoint`; or a step of `zerojax.train_step`, with all that it was made of; or
-            one of `zerojax.nnx.train_step`. Options that are given here replace a step's own, but
-            for its microbatches and their order.
+            one of `zerojax.nnx.train_step`. Options that you pass here replace a step's own where
+            they are not the defaults.
         make_state: a function without arguments that makes the state, or the state's shapes. With a
             step of nnx, a function that returns a model and its optimizer.
         batch: the global batch of a step, arrays or `jax.ShapeDtypeStruct`s.
-        rng: a key, if the loss takes one.
         {options}
 
     Example:
@@ -142,43 +131,26 @@ def forecast(
         >>> [(case.parameters + case.optimizer) >> 20 for case in forecast.cases]  # MiB of a GPU
         [96, 12]
     """
-    gpus, gpu = options.gpus, gpu_of(options.gpus, options.rates)
-    check(make_state, batch, options.tokens)
-    loss_fn, make_state, rng = functional(loss_fn, make_state, rng)
-    losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
-    if isinstance(loss_fn, Step):
-        losses = {"": loss_fn.recipe.loss_fn}
-        options = dataclasses.replace(options, **own_options(loss_fn) | changed_options(options))
-        how = loss_fn.recipe.options
-        options = dataclasses.replace(options, accumulate=how.accumulate, order=how.order)
-    choices = _choices(losses, options)
-    work = Workload(make_state, batch, rng, gpus, gpu, options)
+    work = Workload.of(loss_fn, make_state, batch, options.rng, options.gpus, options)
+    stages = options.stages
+    if stages is None:
+        stages = STAGES if options.groups is None else 3
+    tried = stages, work.options.accumulate, work.options.order
+    stages, accumulate, orders = map(each_once, tried)
+    ways = itertools.product(work.losses, stages, accumulate, orders)
+    # One microbatch has no order: nothing compiles twice.
+    ways = [way for way in ways if way[2] > 1 or way[3] == orders[0]]
+    if not ways:
+        raise ValueError(
+            f"nothing to try: stages={stages}, accumulate={accumulate}, order={orders}, "
+            f"{len(work.losses)} losses. Name at least one of each."
+        )
     cases = progress(
-        choices,
-        lambda choice: f"compiling stage {choice[1][0]} for {gpus}",
-        lambda choice: work.case(*choice[0], *choice[1]),
+        ways,
+        lambda way: f"compiling stage {way[1]} for {work.gpus}",
+        lambda way: work.case(*way),
     )
-    return Forecast(gpus, gpu, tuple(cases), _settings(gpu, options))
-
-
-def changed_options(options: Any) -> dict[str, Any]:
-    """Returns the options that are not as they are by default."""
-    changed = {}
-    for field in dataclasses.fields(options):
-        check, value = field.metadata.get("check"), getattr(options, field.name)
-        if field.init and value != (check(field.default) if check else field.default):
-            changed[field.name] = value
-    return changed
-
-
-def _settings(gpu: Gpu, options: WorkOptions) -> tuple[str, ...]:
-    """Returns, for the title, what a step is made with, and the network if it is the user's own."""
-    changed, names = changed_options(options), ("regather", "update", "activations", "offload")
-    shown = [f"{name}={changed[name]!r}" for name in names if name in changed]
-    codes = {name: getattr(options.precision, name, None) for name in ("gather", "reduce")}
-    shown += [f"{name} {code.dtype}" for name, code in codes.items() if isinstance(code, Quantized)]
-    speed = f"network cards of {gpu.rates.network / 1e9:g} GB/s"
-    return (*shown, *([speed] if gpu.given_rates else []))
+    return Forecast(work.gpus, work.gpu, tuple(cases), tuple(work.settings(SHOWN | {"tokens"})))
 
 
 def each_once(values: Any) -> list[Any]:
@@ -187,11 +159,36 @@ def each_once(values: Any) -> list[Any]:
     return list(dict.fromkeys(values if several else [values]))
 
 
-def check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:
+def changed_options(options: WorkOptions) -> dict[str, Any]:
+    """Returns the options of steps that are not the defaults."""
+    changed = {}
+    for field in dataclasses.fields(WorkOptions):
+        check, value = field.metadata.get("check"), getattr(options, field.name)
+        if field.init and value != (check(field.default) if check else field.default):
+            changed[field.name] = value
+    return changed
+
+
+def as_python(precision: Precision) -> str:
+    """Returns the call that makes a precision."""
+
+    def shown(value: Any) -> str:
+        if isinstance(value, Quantized):
+            return f'"{value.dtype}"' if value == Quantized(value.dtype) else f"zerojax.{value}"
+        if isinstance(value, Mapping):
+            return str(dict(value))
+        return f'"{jnp.dtype(value).name}"'
+
+    fields = {f.name: getattr(precision, f.name) for f in dataclasses.fields(precision)}
+    named = (f"{name}={shown(value)}" for name, value in fields.items() if value is not None)
+    return f"zerojax.Precision({', '.join(named)})"
+
+
+def _check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:
     _refusals.check_state_function(
         make_state,
-        "The loss comes first, zerojax.forecast(loss_fn, make_state, batch, gpus=...); a function "
-        "is given its arguments by lambda: make_state(key).",
+        "The loss comes first, zerojax.forecast(loss_fn, make_state, batch, gpus=...); pass a "
+        "function its arguments by lambda: make_state(key).",
     )
     if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
         raise ValueError(f"tokens={tokens!r} must be positive: how many a step trains on.")
@@ -205,12 +202,6 @@ def check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:
 def gpu_of(gpus: str, rates: Rates | None) -> Gpu:
     _, gpu = _known.parse_count(gpus)
     return gpu if rates is None else dataclasses.replace(gpu, given_rates=rates)
-
-
-def names_levels(options: WorkOptions) -> bool:
-    """Whether a step needs hosts and their GPUs as axes: it names one, or sends codes over both."""
-    codes = isinstance(getattr(options.precision, "reduce", None), Quantized)
-    return codes or options.groups is not None or not isinstance(options.regather, bool)
 
 
 def axis_names(axis: str | Sequence[str] | None, levels: bool) -> tuple[str, ...]:
@@ -227,115 +218,116 @@ def axis_names(axis: str | Sequence[str] | None, levels: bool) -> tuple[str, ...
     if levels and len(names) == 1:
         raise ValueError(
             f"axis={axis!r} is one axis over all GPUs, and groups=, regather= over an axis and "
-            "codes of gradients need two. Name both in axis=, that of the hosts and that of the "
+            "quantized gradients need two. Name both in axis=, that of the hosts and that of the "
             "GPUs of each, or leave axis= out."
         )
     return names
 
 
-def mesh_of(
-    gpus: str, per_host: int, levels: bool, axis: str | Sequence[str] | None = None
-) -> Mesh:
-    """Makes a mesh of all GPUs along one axis; with levels, of hosts and the GPUs of each."""
-    names = axis_names(axis, levels)
-    flat = aot.mesh(gpus, axis_names=names[-1], per_host=per_host)
-    if len(names) == 1:
-        return flat
-    local = min(flat.size, per_host)
-    return aot.mesh(gpus, (flat.size // local, local), names, per_host=per_host)
-
-
-def _choices(losses: Mapping[str, Loss], options: Any) -> list[Combination]:
-    """Returns all combinations, each once: nothing compiles twice."""
-    grouped = options.groups is not None
-    stages = (3 if grouped else STAGES) if options.stages is None else options.stages
-    stages, accumulate, orders = map(each_once, (stages, options.accumulate, options.order))
-    ways = itertools.product(stages, accumulate, orders)
-    # One microbatch has no order.
-    ways = [way for way in ways if way[1] > 1 or way[2] == orders[0]]
-    choices = list(itertools.product(losses.items(), ways))
-    if not choices:
-        raise ValueError(
-            f"nothing to try: stages={stages}, accumulate={accumulate}, order={orders}, "
-            f"{len(losses)} losses. Name at least one of each."
-        )
-    return choices
-
-
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The part of a training step that all cases share."""
+    """A model on some GPUs, and the options of its steps."""
 
+    losses: Mapping[str, Loss]
     make_state: Callable[[], PyTree]
     batch: PyTree
     rng: PyTree
     gpus: str
-    gpu: Gpu
     options: Any  # `WorkOptions`
+    own: Mapping[str, Any]  # those of the step that was passed in place of a loss
+
+    @classmethod
+    def of(
+        cls,
+        loss_fn: Any,
+        make_state: Any,
+        batch: PyTree,
+        rng: PyTree,
+        gpus: str,
+        options: WorkOptions,
+    ) -> "Workload":
+        """Makes one of a loss, of several, or of a step, whose options those that are not the
+        defaults replace: all but the fields that its loss updates."""
+        gpu_of(gpus, options.rates)
+        _check(make_state, batch, options.tokens)
+        losses, make_state, rng, own = taken_apart(loss_fn, make_state, rng)
+        fields = {"mutable": own["mutable"]} if "mutable" in own else {}
+        options = dataclasses.replace(options, **own | changed_options(options) | fields)
+        return cls(losses, make_state, batch, rng, gpus, options, own)
+
+    @property
+    def gpu(self) -> Gpu:
+        return gpu_of(self.gpus, self.options.rates)
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        levels, options = names_levels(self.options), self.options
-        return mesh_of(self.gpus, options.per_host, levels, options.axis)
+        """All GPUs along one axis; where a step names levels, of hosts and the GPUs of each."""
+        per_host = self.options.per_host
+        names = axis_names(self.options.axis, self.options.names_levels)
+        flat = aot.mesh(self.gpus, axis_names=names[-1], per_host=per_host)
+        if len(names) == 1:
+            return flat
+        local = min(flat.size, per_host)
+        return aot.mesh(self.gpus, (flat.size // local, local), names, per_host=per_host)
 
-    def of(self, kind: type[Options]) -> dict[str, Any]:
-        """Returns those of the options that a plan or a step takes."""
+    def settings(self, hidden: Iterable[str] = ()) -> list[str]:
+        """Returns the options that are not the defaults, and the network if it is the user's."""
+        changed = changed_options(self.options)
+        if self.options.precision is not None:
+            changed["precision"] = as_python(self.options.precision)
+        hidden = {"tx", "rates", *hidden}
+        shown = [
+            f"{name}={value if name == 'precision' else repr(value)}"
+            for name, value in changed.items()
+            if name not in hidden
+        ]
+        network = f"network cards of {self.gpu.rates.network / 1e9:g} GB/s"
+        return [*shown, *([network] if self.gpu.given_rates else [])]
+
+    def of_kind(self, kind: type[Options]) -> dict[str, Any]:
+        """Returns the options that a plan or a step takes."""
         names = [field.name for field in dataclasses.fields(kind) if field.init]
         return {name: getattr(self.options, name) for name in names}
 
     def plan_at(self, stage: int) -> Plan:
         placed = {"stage": stage, "mesh": self.mesh, "axis": self.mesh.axis_names}
-        return _planner.plan(self.make_state, **self.of(StateOptions) | placed)
+        return _planner.plan(self.make_state, **self.of_kind(StateOptions) | placed)
 
-    def step(self, loss: Loss, plan: Plan, **how: Any) -> Step:
-        """Makes a step; its precision is the plan's."""
-        return train_step(loss, **self.of(TrainOptions) | {"precision": None, "plan": plan} | how)
+    def step(self, variant: str, plan: Plan, **how: Any) -> Step:
+        """Makes a step of a loss; its precision is the plan's."""
+        options = self.of_kind(TrainOptions) | {"precision": None, "plan": plan} | how
+        return train_step(self.losses[variant], **options)
 
-    def case(
-        self,
-        variant: str,
-        loss: Loss,
-        stage: int = 3,
-        accumulate: int = 1,
-        order: str = MICROBATCHES,
-    ) -> Case:
-        """Compiles the step at a stage, and describes what it costs."""
+    def case(self, variant: str, stage: int, accumulate: int, order: str) -> Case:
+        """Compiles the step of a loss at a stage, and describes its cost."""
         plan = self.plan_at(stage)
-        step = self.step(loss, plan, accumulate=accumulate, order=order)
+        step = self.step(variant, plan, accumulate=accumulate, order=order)
         batch = aot.batch(self.batch, plan, batch_specs=self.options.batch_specs)
         rng = aot.batch(self.rng, plan)
         started = time.perf_counter()
-        with hinting(unrolled(plan)):
+        with hinting(_unrolled(plan)):
             program = _cache.compiled(step, plan.abstract(), batch, rng, plan)
             report = _audit.audit(program, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
         seconds = time.perf_counter() - started
+        loss, leaves = self.losses[variant], jax.tree.leaves(self.batch)
         flops = needed_flops(loss, plan, self.batch, self.rng, self.options.mutable) / plan.size
-        plan, how = plan.regathering(step.recipe.options.regather), step.recipe.options
-        return self._described(
-            plan,
-            report,
-            stage=plan.stage,
-            variant=variant,
-            accumulate=how.accumulate,
-            order=how.order,
-            flops=flops,
-            compile_seconds=seconds,
-        )
-
-    def _described(self, plan: Plan, report: Report, **described: Any) -> Case:
-        memory, replay, leaves = report.memory, report.replay, jax.tree.leaves(self.batch)
+        plan = plan.regathering(step.recipe.options.regather)
+        memory, replay = report.memory, report.replay
+        formula = sum(plan.bytes_per_device().values()) + plan.gradient_bytes() + plan.kept_bytes()
         return Case(
             gpus=self.gpus,
+            stage=plan.stage,
+            variant=variant,
+            accumulate=accumulate,
+            order=order,
             groups=groups_text(plan.groups) if plan.is_grouped else "",
             examples=next(leaf.shape[0] for leaf in leaves if leaf.shape),
-            tokens=_tokens(leaves) if self.options.tokens is None else self.options.tokens,
+            tokens=self.options.tokens or _tokens(leaves),
             parameters=memory.parameters,
             optimizer=memory.optimizer,
             gradients=memory.gradients,
             activations=memory.activations + memory.gathered,
-            formula=sum(plan.bytes_per_device().values())
-            + plan.gradient_bytes()
-            + plan.kept_bytes(),
+            formula=formula,
             peak=memory.peak,
             usable=self.gpu.usable,
             on_host=memory.on_host + memory.host_kept,
@@ -344,17 +336,18 @@ class Workload:
             wide_matmuls=report.wide_matmuls,
             link_bytes=report.wire_bytes - report.network_bytes,
             network_bytes=report.network_bytes,
+            flops=flops,
             compute_seconds=replay.compute,
             exposed_seconds=replay.exposed,
             waited_seconds=replay.waited,
             step_seconds=replay.step,
+            compile_seconds=seconds,
             report=report,
-            **described,
         )
 
 
-def unrolled(plan: Plan) -> str:
-    """Says why a step takes long to compile whose layers a Python loop calls, if they are many."""
+def _unrolled(plan: Plan) -> str:
+    """Says why a step takes long to compile if a Python loop calls its layers and they are many."""
     layers = _hints.in_a_python_loop({leaf.path: leaf.shape for leaf in plan.params})
     if layers < MANY_LAYERS:
         return ""

@@ -1,5 +1,5 @@
-"""The models that are forecast: losses, steps in the place of losses, presets, and functions that
-the command line names."""
+"""The models that are forecast: losses, steps in place of losses, presets, and functions that the
+command line names."""
 
 import dataclasses
 import functools
@@ -11,98 +11,66 @@ import pathlib
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import jax
-import numpy as np
-
-from zerojax._state import refusals as _refusals
 from zerojax._step.step import Step
 from zerojax._step.step_options import TrainOptions
 from zerojax._types import PyTree
 from zerojax.tools._forecast import presets as _presets
 from zerojax.tools._forecast.presets import Gpt
-from zerojax.tools._hlo import gpus as _known
 
 Loss: TypeAlias = Callable[..., PyTree]
 NnxStep: TypeAlias = Callable[..., PyTree]  # whose own type would import flax.nnx
 # The loss or several, make_state, the batch, and a key if the loss takes one.
 Ingredients = tuple[Loss | Mapping[str, Loss], Callable[[], PyTree], PyTree, PyTree]
-Setting = tuple[str, object]  # a name, with dots for fields of fields, and a value
 RETURNS = "(loss_fn, make_state, batch) or (loss_fn, make_state, batch, rng)"
 OWN = "(loss_fn, make_state, batch), with a function batch(rows) that returns a global batch"
-# A preset or its name; or a loss and make_state, or a step of nnx and what makes its model and
-# optimizer, and a function of the rows of a global batch.
+# A preset or its name; or a loss and make_state, or a step of nnx and the function that makes its
+# model and optimizer, and a function of the rows of a global batch.
 Given: TypeAlias = str | Gpt | tuple[Loss | NnxStep, Callable[[], PyTree], Callable[[int], PyTree]]
 
 
-# -- steps in the place of losses
-
-
-class NnxParts(NamedTuple):
-    """What a step of nnx was made of, as for a loss of states; `options` are those it was given."""
-
-    loss: Any
-    make_state: Any
-    rng: PyTree
-    options: dict[str, Any]
+# -- steps in place of losses
 
 
 def is_of_nnx(loss_fn: object) -> bool:
     return hasattr(loss_fn, "_unmade")  # flax.nnx is not imported for those who have none
 
 
-def parts_of_nnx(step: Any, make: Any, rng: PyTree) -> NnxParts:
-    """Takes a step of nnx and a function that makes a model and its optimizer apart."""
-    step, make_state, keys = functional(step, make, rng)
-    return NnxParts(step.recipe.loss_fn, make_state, keys, own_options(step))
+def taken_apart(
+    loss_fn: Any, make_state: Any, rng: PyTree
+) -> tuple[dict[str, Loss], Any, PyTree, dict[str, Any]]:
+    """Returns losses by name, the function that makes a state, a key, and the options of a step.
 
-
-def functional(loss_fn: Any, make_state: Any, rng: PyTree) -> tuple[Any, Any, PyTree]:
-    """Returns a step of nnx as one of states, with a function that makes one; all else as it is."""
-    check_one(loss_fn)
-    is_nnx = is_of_nnx(loss_fn)
-    step = loss_fn.functional if is_nnx else loss_fn
-    if isinstance(step, Step) and not step.recipe.options.differentiates:
+    A step stands for its loss, with the options that are not the defaults. One of nnx comes with a
+    function that makes a model and its optimizer.
+    """
+    if is_of_nnx(loss_fn):
+        loss_fn, make_state, rng = loss_fn._unmade(make_state, rng)
+    if isinstance(loss_fn, Step):
+        options, usual = loss_fn.recipe.options, TrainOptions()
+        if not options.differentiates:
+            raise TypeError(
+                "a step of eval_step trains nothing, and forecasts are of training steps. Pass the "
+                "loss, or a step of train_step."
+            )
+        names = [field.name for field in dataclasses.fields(options) if field.name != "plan"]
+        own = {k: v for k in names if (v := getattr(options, k)) != getattr(usual, k)}
+        return {"": loss_fn.recipe.loss_fn}, make_state, rng, own
+    losses = loss_fn if isinstance(loss_fn, Mapping) else {"": loss_fn}
+    # Each step has a state and options of its own, which losses do not.
+    if named := [name for name, one in losses.items() if is_of_nnx(one) or isinstance(one, Step)]:
         raise TypeError(
-            "a step of eval_step trains nothing, and forecasts are of training steps. Give the "
-            "loss, or a step of train_step."
-        )
-    return loss_fn._unmade(make_state, rng) if is_nnx else (loss_fn, make_state, rng)
-
-
-def check_one(loss_fn: object) -> None:
-    """Raises for several steps: each has a state and options of its own, as losses have not."""
-    losses = loss_fn.items() if isinstance(loss_fn, Mapping) else ()
-    if named := [name for name, one in losses if is_of_nnx(one) or isinstance(one, Step)]:
-        raise TypeError(
-            f"a dict has several losses, and {named[0]!r} is a step. Give one step, not in a dict, "
+            f"a dict has several losses, and {named[0]!r} is a step. Pass one step, not in a dict, "
             "and others each in a call of its own."
         )
-
-
-def own_options(step: Step) -> dict[str, Any]:
-    """Returns the options that a step was made with, but for those that are as they are by default
-    and for its plan."""
-    usual, options = TrainOptions(), step.recipe.options
-    names = [field.name for field in dataclasses.fields(options) if field.name != "plan"]
-    named = {name: getattr(options, name) for name in names}
-    return {name: value for name, value in named.items() if value != getattr(usual, name)}
+    return dict(losses), make_state, rng, {}
 
 
 # -- what the command line names
 
 
-def of_preset(
-    name: str, gpus: str, rows: int, remats: Sequence[str], settings: Sequence[Setting] = ()
-) -> Ingredients:
-    """Returns a model by its size, with some of its fields changed."""
-    count, gpu = _known.parse_count(gpus)
-    preset = _presets.on(changed_preset(name, settings), gpu)
-    return preset.losses(remats), preset.make_state, preset.batch(rows * count), None
-
-
-def changed_preset(name: str, settings: Sequence[Setting]) -> Gpt:
+def changed_preset(name: str, settings: Sequence[tuple[str, object]]) -> Gpt:
     """Returns a preset with some of its fields changed."""
     return functools.reduce(
         lambda model, one: _changed(model, *one), settings, _presets.preset(name)
@@ -110,12 +78,12 @@ def changed_preset(name: str, settings: Sequence[Setting]) -> Gpt:
 
 
 def of_function(
-    name: str, config: pathlib.Path | None = None, settings: Sequence[Setting] = ()
+    name: str, config: pathlib.Path | None, settings: Sequence[tuple[str, object]]
 ) -> Ingredients:
     """Calls module:function, or file.py:function, with its config and settings.
 
     Settings are arguments of the function, or else fields of its config: a JSON object has the
-    function's arguments; what a Python file's `get_config()` returns is passed whole.
+    function's arguments; the function gets what a Python file's `get_config()` returns as one.
     """
     function = _imported(name)
     fields = {} if config is None else _read(config)
@@ -124,12 +92,19 @@ def of_function(
             fields[field] = value  # the function says whether it takes it
         else:
             fields = _changed(fields, field, value)
-    ingredients = _called(function, name, fields)
+    args, kwargs = ((), fields) if isinstance(fields, dict) else ((fields,), {})
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"{name}{signature}: {error}. Pass its arguments by --set name=value or by --config."
+        ) from None
+    ingredients = function(*args, **kwargs)
     if not isinstance(ingredients, tuple) or len(ingredients) not in (3, 4):
         size = f" of {len(ingredients)}" if isinstance(ingredients, tuple) else ""
         raise ValueError(f"{name} returned {type(ingredients).__name__}{size}. Return {RETURNS}.")
-    loss, make_state, batch, *rng = ingredients
-    return loss, make_state, batch, rng[0] if rng else None
+    return ingredients if len(ingredients) == 4 else (*ingredients, None)
 
 
 def _imported(name: str) -> Callable[..., Any]:
@@ -143,13 +118,13 @@ def _imported(name: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, SyntaxError) as error:
         raise ValueError(
-            f"{name} cannot be imported: {error}. Give module:function, seen from this directory, "
+            f"{name} cannot be imported: {error}. Name module:function, seen from this directory, "
             f"or file.py:function, where function() returns {RETURNS}."
         ) from None
 
 
 def _read(path: pathlib.Path) -> Any:
-    """Returns a JSON object, or what the `get_config()` of a Python file does."""
+    """Returns a JSON object, or the config that `get_config()` of a Python file returns."""
     try:
         if path.suffix == ".py":
             return runpy.run_path(str(path))["get_config"]()
@@ -160,11 +135,11 @@ def _read(path: pathlib.Path) -> Any:
         raise ValueError(f"--config {path} has no function get_config().") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"--config {path} is no JSON: {error}. Give a .json file with the function's "
+            f"--config {path} is not JSON: {error}. Pass a .json file with the function's "
             "arguments, or a .py file whose get_config() returns its one argument."
         ) from None
     if not isinstance(arguments, dict):
-        raise ValueError(f"--config {path} is no JSON object, but a {type(arguments).__name__}.")
+        raise ValueError(f"--config {path} is a JSON {type(arguments).__name__}, not an object.")
     return arguments
 
 
@@ -195,49 +170,11 @@ def _fields(config: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if not inspect.isroutine(value)}
 
 
-def _called(function: Callable[..., Any], name: str, fields: Any) -> Any:
-    """Calls a function with arguments by name, or with a config."""
-    args, kwargs = ((), fields) if isinstance(fields, dict) else ((fields,), {})
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise ValueError(
-            f"{name}{signature}: {error}. Give its arguments by --set name=value or by --config."
-        ) from None
-    return function(*args, **kwargs)
-
-
 # -- models of a study
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Model:
-    """A model of a study as one kind of GPU computes it; `options` are those of its steps."""
-
-    name: str
-    loss: Loss
-    make_state: Callable[[], PyTree]
-    make_batch: Callable[[int], PyTree]
-    options: dict[str, Any]
-    own: dict[str, Any]  # those of a step of nnx
-    remat: str = ""  # of a preset
-    rng: PyTree = None
-
-    def batch(self, rows: int) -> PyTree:
-        """Returns the shapes of a global batch."""
-        batch = self.make_batch(rows)
-        _refusals.check_arrays(batch, "batch")
-        if (rows,) not in {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}:
-            raise ValueError(
-                f"the batch({rows}) of {self.name!r} has no array of {rows} rows. It must return "
-                "the global batch of so many rows, or its shapes."
-            )
-        return batch
-
-
 def checked_models(models: str | Sequence[str] | Mapping[str, Given]) -> Mapping[str, Given]:
-    """Returns the models by name, all of them known."""
+    """Returns the models by name, with presets looked up."""
     if not isinstance(models, Mapping):
         models = {name: name for name in ([models] if isinstance(models, str) else models)}
     if not models:
@@ -246,5 +183,5 @@ def checked_models(models: str | Sequence[str] | Mapping[str, Given]) -> Mapping
     for name, one in named.items():
         is_own = isinstance(one, tuple) and len(one) == 3 and all(map(callable, one))
         if not is_own and not isinstance(one, Gpt):
-            raise ValueError(f"the model {name!r} is no preset, and not {OWN}.")
+            raise ValueError(f"the model {name!r} is neither a preset nor {OWN}.")
     return named

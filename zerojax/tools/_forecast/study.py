@@ -1,52 +1,28 @@
-"""`study`: how models scale, by a forecast of each stage on each number of GPUs, kept in a file."""
+"""`study`: how models scale, by a forecast of each stage on each number of GPUs."""
 
 import bisect
 import dataclasses
 import functools
-import hashlib
 import itertools
-import json
 import math
-import os
-import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
 
-from zerojax import _fingerprint, aot
-from zerojax._declared import Options, option, takes
+from zerojax import aot
+from zerojax._declared import option, takes
 from zerojax._figures import Figure
-from zerojax._plan import planner as _planner
 from zerojax._progress import progress
-from zerojax._step.step import train_step
-from zerojax._table import Cell, Printed, Table, human_bytes
+from zerojax._table import Column, Printed, Table, human_bytes
 from zerojax.tools._forecast import cache as _cache, picture as _picture, presets as _presets
-from zerojax.tools._forecast.case import CASE_COLUMNS, Case, Column, case_table
-from zerojax.tools._forecast.forecast import (
-    STAGES,
-    Workload,
-    WorkOptions,
-    axis_names,
-    changed_options,
-    each_once,
-    gpu_of,
-    names_levels,
-)
-from zerojax.tools._forecast.models import (
-    Given,
-    Model,
-    checked_models,
-    is_of_nnx,
-    parts_of_nnx,
-)
+from zerojax.tools._forecast.case import CASE_COLUMNS, Case
+from zerojax.tools._forecast.forecast import STAGES, Workload, WorkOptions, each_once, gpu_of
+from zerojax.tools._forecast.models import Given, checked_models
 from zerojax.tools._forecast.picture import LARGEST
 from zerojax.tools._forecast.presets import Gpt
-from zerojax.tools._hlo.gpus import Gpu, Rates
 
-MARK, FORMAT = "zerojax_study", 1
 GROWS = 1.01  # what counts as more throughput of each GPU
 DOUBLINGS = 14
 FIRST_ROWS = 4  # of each microbatch, that are tried first
@@ -55,10 +31,6 @@ FIRST_ROWS = 4  # of each microbatch, that are tried first
 def _number(value: float) -> str:
     """Formats a number with three digits, or all those before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _if_it_fits(value: Callable[[Case], Cell]) -> Callable[[Case], Cell]:
-    return lambda case: value(case) if case.fits else None
 
 
 STUDY_COLUMNS = {
@@ -75,17 +47,18 @@ STUDY_COLUMNS = {
         "What each GPU does of the FLOPs that the model needs, without what is computed again.",
         _number,
     ),
-    **{
-        name: CASE_COLUMNS[name]._replace(value=_if_it_fits(CASE_COLUMNS[name].value))
-        for name in ("MFU", "tokens/s")
-    },
+    "MFU": CASE_COLUMNS["MFU"]._replace(value=lambda case: case.mfu if case.fits else None),
+    "tokens/s": CASE_COLUMNS["tokens/s"]._replace(
+        value=lambda case: case.tokens_per_second if case.fits else None
+    ),
     "exposed": Column(
-        _if_it_fits(lambda case: (case.exposed_seconds + case.waited_seconds) / case.step_seconds),
+        lambda case: (
+            (case.exposed_seconds + case.waited_seconds) / case.step_seconds if case.fits else None
+        ),
         "The part of the step in which a GPU waits, for communication or for the host's memory.",
         "{:.0%}".format,
     ),
 }
-STUDY_EXPLAINED = {title: column.about for title, column in STUDY_COLUMNS.items()}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -121,21 +94,24 @@ class Study(Printed):
         return _picture.draw(self.cases, path)
 
     def table(self) -> Table:
-        options = {
-            "title": [self._title()],
-            "notes": list(self._advice()),
-            "right": list(STUDY_COLUMNS)[2:],
-        }
-        return case_table(STUDY_COLUMNS, self.cases, optional=["exposed"], keys=4, **options)
-
-    def _title(self) -> str:
         settings = dict.fromkeys(case.settings for case in self.cases if case.settings)
         about = ["one training step; bytes, rows, TFLOP/s and MFU of each GPU; times modelled"]
-        wide = next((case.wide_matmuls for case in self.cases if case.wide_matmuls), "")
-        return "; ".join([*about, *settings, *([f"matmuls: {wide}"] if wide else [])])
+        wide = (f"matmuls: {case.wide_matmuls}" for case in self.cases if case.wide_matmuls)
+        return Table.of(
+            STUDY_COLUMNS,
+            self.cases,
+            title=["; ".join([*about, *settings, *itertools.islice(wide, 1)])],
+            notes=list(self._advice()),
+            right=list(STUDY_COLUMNS)[2:],
+            optional=["exposed"],
+            keys=4,
+        )
 
     def _advice(self) -> Iterator[str]:
-        yield from (f"Failed: {_named(case)}: {case.failed}" for case in self.cases if case.failed)
+        for case in self.cases:
+            if case.failed:
+                name = _named(case.model, case.gpus, case.stage, case.asked)
+                yield f"Failed: {name}: {case.failed}"
         for model in dict.fromkeys(case.model for case in self.cases):
             compiled = [case for case in self.cases if case.model == model and not case.failed]
             if best := self.best(model):
@@ -152,8 +128,8 @@ class Study(Printed):
         yield from (_growth(*ends) for ends in self.super_linear)
 
 
-def _named(case: Case) -> str:
-    return f"{case.model} on {case.gpus}, stage {case.stage}, {case.asked} rows"
+def _named(model: str, gpus: str, stage: int, rows: int | str) -> str:
+    return f"{model} on {gpus}, stage {stage}, {rows} rows"
 
 
 def _growth(first: Case, last: Case) -> str:
@@ -165,7 +141,7 @@ def _growth(first: Case, last: Case) -> str:
     )
 
 
-def _cases_of(rows: Any) -> Any:
+def _rows(rows: Any) -> Any:
     for count in each_once(rows):
         if count != LARGEST and (not isinstance(count, int) or count < 1):
             raise ValueError(f"rows={count!r} must be positive, or {LARGEST!r}: rows of each GPU.")
@@ -176,12 +152,6 @@ def _stages(stages: Any) -> Any:
     if odd := [stage for stage in each_once(stages) if stage not in STAGES]:
         raise ValueError(f"stages={odd[0]!r} is none of {STAGES}.")
     return stages
-
-
-def _one_count(count: object) -> object:
-    if count is not None and (not isinstance(count, int) or count < 1):
-        raise ValueError(f"accumulate={count!r} must be one positive number of microbatches.")
-    return count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,12 +166,7 @@ class StudyOptions(WorkOptions):
         LARGEST,
         """of each GPU, one or several numbers, or "largest": as many as fit, all numbers up to 16,
         and eight between two powers of two.""",
-        check=_cases_of,
-    )
-    out: str | os.PathLike[str] | None = option(
-        None,
-        """a file of JSON, to which each result is written at once. A later call finds there what
-        has been done, and adds what has not, or what it no longer matches.""",
+        check=_rows,
     )
     remat: str = option(
         "full",
@@ -210,19 +175,9 @@ class StudyOptions(WorkOptions):
     )
     cache: bool = option(
         True,
-        "keep the programs that are compiled, as the command line does, in the user's cache.",
+        """keep the compiled programs in the user's cache, as the command line does: a study that
+        was stopped, or has more GPUs now, compiles only what it lacks.""",
     )
-    accumulate: int | None = option(  # type: ignore[reportIncompatibleVariableOverride]
-        None, "microbatches of a step; by default 1, or those of a step of nnx.", check=_one_count
-    )
-
-    def __post_init__(self) -> None:
-        Options.__post_init__(self)  # the steps check what holds for one with its own options
-
-    def of_steps(self) -> dict[str, Any]:
-        """Returns what steps are made with, where that is not as by default."""
-        own = {field.name for field in dataclasses.fields(WorkOptions)} - {"rates"}
-        return {name: value for name, value in changed_options(self).items() if name in own}
 
 
 @takes(StudyOptions)
@@ -255,130 +210,64 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
     """
     models = checked_models(models)
     sizes, stages, rows = map(each_once, (options.gpus, options.stages, options.rows))
-    _check_grid(sizes, stages, rows, options.rates)
-    run = _Grid(models, options)
-    asked = [run.asked(*way) for way in itertools.product(models, sizes, stages, rows)]
-    path = None if options.out is None else pathlib.Path(options.out)
-    kept = {} if path is None else {_place(case): case for case in _read(path)}
-    missing = [case for case in asked if not _is_done(case, kept)]
-    if missing:
-        aot.check_packages()
-
-    def compiled(case: Case) -> None:
-        kept.pop(_place(case), None)  # the newest are last
-        kept[_place(case)] = run.compiled(case)
-        if path is not None:
-            _write(path, kept.values())
-
-    with _cache.kept(_cache.folder() if options.cache else None):
-        progress(missing, lambda case: f"compiling {_named(case)}", compiled)
-    return Study(tuple(kept[_place(case)] for case in asked))
-
-
-def _check_grid(
-    gpus: Sequence[str], stages: Sequence[int], rows: Sequence[int | str], rates: Rates | None
-) -> None:
-    if not (gpus and stages and rows):
-        raise ValueError(f"nothing to try: gpus={gpus}, stages={stages}, rows={rows}.")
-    kinds = {gpu_of(size, rates).name for size in gpus}
-    if rates is not None and len(kinds) > 1:
+    if not (sizes and stages and rows):
+        raise ValueError(f"nothing to try: gpus={sizes}, stages={stages}, rows={rows}.")
+    kinds = {gpu_of(size, options.rates).name for size in sizes}
+    if options.rates is not None and len(kinds) > 1:
         raise ValueError(
             f"these are the rates of one GPU, and gpus= names {', '.join(sorted(kinds))}. Make a "
             "study of each."
         )
+    work = functools.cache(functools.partial(_work, models, options))
+    for name, size in itertools.product(models, sizes):
+        work(name, size, 1)  # raises before anything compiles
+    aot.check_packages()
 
+    @functools.cache
+    def compiled(name: str, gpus: str, stage: int, rows: int) -> Case:
+        one = work(name, gpus, rows)
+        case = one.case("", stage, one.options.accumulate, one.options.order)
+        return dataclasses.replace(case, examples=rows * case.count, report=None)
 
-# -- its cases
-
-
-def _digest(model: Model) -> str:
-    """Digests the step of one device: the model, its loss, its optimizer and their numbers."""
-    options = WorkOptions(**model.options)
-    axes = axis_names(options.axis, names_levels(options))
-    device = np.array(jax.devices()[:1]).reshape((1,) * len(axes))
-    mesh = Mesh(device, axes, axis_types=(AxisType.Auto,) * len(axes))
-    tx, mutable = options.tx, options.mutable
-    plan = _planner.plan(model.make_state, stage=0, mesh=mesh, axis=axes, tx=tx)
-    step = train_step(model.loss, plan=plan, tx=tx, mutable=mutable)
-    args = [plan.abstract(), aot.batch(model.batch(1), plan)]
-    args += [] if model.rng is None else [aot.batch(model.rng, plan)]
-    program = _fingerprint.of_program(step.without_options.trace(*args).jaxpr)
-    return hashlib.sha256(f"{_fingerprint.of_shapes(args)}\n{program}".encode()).hexdigest()
-
-
-def _settings(model: Model, gpu: Gpu) -> str:
-    """Says what else than usual a model's steps are made with."""
-    hidden = {"tx", *(["mutable"] if "mutable" in model.own else [])}
-    options = changed_options(WorkOptions(**model.options))
-    changed = [f"{k}={v!r}" for k, v in options.items() if k not in hidden]
-    speed = [f"network cards of {gpu.rates.network / 1e9:g} GB/s"] if gpu.given_rates else []
-    return ", ".join([*([f"remat {model.remat}"] if model.remat else []), *changed, *speed])
-
-
-@dataclasses.dataclass
-class _Grid:
-    """Compiles the cases of a study, each number of rows once."""
-
-    models: Mapping[str, Given]
-    options: StudyOptions
-
-    def __post_init__(self) -> None:
-        self.rates, self.changed = self.options.rates, self.options.of_steps()
-        self.model = functools.cache(self._model)
-        self.case = functools.cache(self._case)
-        self.digest = functools.cache(_digest)
-
-    def _model(self, name: str, kind: Gpu) -> Model:
-        """Returns a model that computes in the 16 bits of a kind of GPU, if it is a preset.
-
-        The fields that the loss of a step of nnx updates are its own, whatever the study is told.
-        """
-        one, remat = self.models[name], self.options.remat
-        if not isinstance(one, tuple):
-            assert isinstance(one, Gpt), "names are looked up"
-            preset = _presets.on(one, kind)
-            loss = preset.losses([remat])[remat]
-            return Model(name, loss, preset.make_state, preset.batch, self.changed, {}, remat)
-        if not is_of_nnx(one[0]):
-            return Model(name, *one, self.changed, {})
-        loss, make_state, rng, own = parts_of_nnx(*one[:2], None)
-        options = own | self.changed | {k: v for k, v in own.items() if k == "mutable"}
-        return Model(name, loss, make_state, one[2], options, own, rng=rng)
-
-    def asked(self, name: str, gpus: str, stage: int, rows: int | str) -> Case:
-        """Returns a case without numbers, with the digest of all that they depend on."""
-        gpu = gpu_of(gpus, self.rates)
-        model = self.model(name, gpu)
-        flags = os.environ.get("XLA_FLAGS", "")
-        parts = [self.digest(model), repr(gpu), self.options.per_host, flags, _cache.versions()]
-        key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-        settings = _settings(model, gpu)
-        return Case(gpus, stage, model=name, asked=rows, settings=settings, key=key)
-
-    def compiled(self, asked: Case) -> Case:
-        """Returns the case with its numbers, or with the reason why there are none."""
-        of_rows = functools.partial(self.case, asked.model, asked.gpus, asked.stage)
+    def cell(name: str, gpus: str, stage: int, rows: int | str) -> Case:
+        """Returns a case, with the reason why it has no numbers if it has none."""
+        one, is_preset = work(name, gpus, 1), isinstance(models[name], Gpt)
+        settings = [f"remat {options.remat}"] * is_preset + one.settings(
+            one.own.keys() & {"mutable"}
+        )
+        asked = {"model": name, "asked": rows, "settings": ", ".join(settings)}
+        of_rows = functools.partial(compiled, name, gpus, stage)
         try:
-            if asked.asked == LARGEST:
-                model = self.model(asked.model, gpu_of(asked.gpus, self.rates))
-                case = largest(of_rows, model.options.get("accumulate", 1))
-            else:
-                case = of_rows(int(asked.asked))
-        except Exception as error:  # of one of many: the others go on
+            case = largest(of_rows, one.options.accumulate) if rows == LARGEST else of_rows(rows)
+        except Exception as error:  # the others go on
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            text = " ".join(str(error).split())[:400]
-            return dataclasses.replace(asked, failed=kind + text)
-        names = ("model", "asked", "settings", "key")
-        return dataclasses.replace(case, **{name: getattr(asked, name) for name in names})
+            failed = kind + " ".join(str(error).split())[:400]
+            return Case(gpus, stage, failed=failed, **asked)
+        return dataclasses.replace(case, **asked)
 
-    def _case(self, name: str, gpus: str, stage: int, rows: int) -> Case:
-        """Compiles a step with so many rows on each GPU."""
-        gpu = gpu_of(gpus, self.rates)
-        model = self.model(name, gpu)
-        options, examples = WorkOptions(**model.options), rows * Case(gpus, stage).count
-        work = Workload(model.make_state, model.batch(examples), model.rng, gpus, gpu, options)
-        case = work.case("", model.loss, stage, options.accumulate, options.order)
-        return dataclasses.replace(case, examples=examples, report=None)
+    cells = list(itertools.product(models, sizes, stages, rows))
+    with _cache.kept(_cache.folder() if options.cache else None, lines=False):
+        cases = progress(cells, lambda at: f"compiling {_named(*at)}", lambda at: cell(*at))
+    return Study(tuple(cases))
+
+
+def _work(
+    models: Mapping[str, Given], options: StudyOptions, name: str, gpus: str, rows: int
+) -> Workload:
+    """Returns a model with so many rows on each GPU, in whose 16 bits a preset computes."""
+    model: Any = models[name]
+    if isinstance(model, Gpt):
+        preset = _presets.on(model, gpu_of(gpus, None))
+        model = preset.losses([options.remat])[options.remat], preset.make_state, preset.batch
+    loss, make_state, make_batch = model
+    examples = rows * Case(gpus, 0).count
+    batch = make_batch(examples)
+    if (examples,) not in {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}:
+        raise ValueError(
+            f"the batch({examples}) of {name!r} has no array of {examples} rows. It must return "
+            "the global batch of so many rows, or its shapes."
+        )
+    return Workload.of(loss, make_state, batch, None, gpus, options)
 
 
 # -- the largest rows
@@ -417,54 +306,3 @@ def _filling(tried: dict[int, Case]) -> float:
     (few, less), (many, more) = points[-2:]
     slope = (more - less) / (many - few)
     return few + (nearest[0][1].usable - less) / slope if slope > 0 else math.inf
-
-
-# -- its file
-
-
-def _place(case: Case) -> tuple[object, ...]:
-    """Returns what was asked: a later case of the same place replaces an earlier one."""
-    return case.model, case.gpus, case.stage, case.asked, case.settings
-
-
-def _is_done(asked: Case, kept: Mapping[tuple, Case]) -> bool:
-    """Whether there are numbers, and nothing that they depend on has changed since."""
-    case = kept.get(_place(asked))
-    return case is not None and case.key == asked.key and not case.failed
-
-
-def _read(path: pathlib.Path) -> list[Case]:
-    if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
-        raise ValueError(
-            f"out={str(path)!r} cannot be written: name a file in a folder that exists."
-        )
-    if not path.exists():
-        return []
-    try:
-        data: Any = json.loads(path.read_text())
-        if data[MARK] == FORMAT:
-            return [Case.of_dict(case) for case in data["cases"]]
-        why = f"its format is {data[MARK]!r}, not {FORMAT}"
-    except OSError as error:
-        raise ValueError(f"out={str(path)!r} cannot be read: {error.strerror}.") from None
-    except (KeyError, TypeError) as error:
-        why = f"{error} is missing or wrong"
-    except UnicodeDecodeError:
-        why = "it is no text"
-    except json.JSONDecodeError as error:
-        why = f"it is no JSON: {error}"
-    raise ValueError(
-        f"out={str(path)!r} is no file of a study, or a damaged one ({why}). Name another file, or "
-        "remove this one."
-    )
-
-
-def _write(path: pathlib.Path, cases: Iterable[Case]) -> None:
-    """Writes all of a file or nothing."""
-    data = {MARK: FORMAT, "cases": [case.to_dict() for case in cases]}
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(json.dumps(data, indent=1) + "\n")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -8,14 +8,17 @@ from typing import Any
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._step.step_options import LAYERS, MICROBATCHES
-from zerojax.tools._forecast.forecast import LEVELS, STAGES, WorkOptions, names_levels
+from zerojax.tools._forecast.forecast import LEVELS, STAGES
 
-CODED = {None: 1.0, "int8": (1 + 4 / 256) / 2, "int4": (0.5 + 4 / 256) / 2}  # with scales
+# The share of a weight's bytes that travels, with scales.
+QUANTIZED = {None: 1.0, "int8": (1 + 4 / 256) / 2, "int4": (0.5 + 4 / 256) / 2}
 
 NODE_AXIS, GPU_AXIS = LEVELS
 HSDP = (("params", GPU_AXIS), ("grads", GPU_AXIS), ("opt_state", GPU_AXIS))
 AMSP = (("params", GPU_AXIS), ("grads", GPU_AXIS), ("opt_state", (GPU_AXIS, NODE_AXIS)))
-LOSSY_CODES = (("int8", None), ("int8", "int8"), ("int8", "int4"))
+LOSSY = (("int8", None), ("int8", "int8"), ("int8", "int4"))
+PLACED = ("stage", "groups", "offload")  # arguments of `shard_train_state`
+STEPPED = ("accumulate", "order", "regather")  # arguments of `train_step`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +27,13 @@ class WayToTrain:
 
     variant: str = ""
     stage: int = 3
+    groups: tuple[tuple[str, str | tuple[str, ...]], ...] | None = None
+    offload: tuple[str, ...] = ()
     accumulate: int = 1
     order: str = MICROBATCHES
-    groups: tuple[tuple[str, str | tuple[str, ...]], ...] | None = None
     regather: bool | str = True
     gather: str | None = None
     reduce: str | None = None
-    offload: tuple[str, ...] = ()
 
     @property
     def is_exact(self) -> bool:
@@ -39,12 +42,12 @@ class WayToTrain:
     @property
     def names_levels(self) -> bool:
         """Whether it needs hosts and their GPUs as axes of the mesh."""
-        return names_levels(WorkOptions(**self.options(None)))
+        return bool(self.groups or self.reduce or self.regather == GPU_AXIS)
 
     @property
-    def placement(self) -> tuple:
-        """What its state is placed by."""
-        return self.stage, self.groups, self.offload
+    def rounds(self) -> int:
+        """How often a step gathers the weights and reduces their gradients."""
+        return 1 if self.order == LAYERS else self.accumulate
 
     @property
     def keeps_gradients(self) -> bool:
@@ -55,7 +58,7 @@ class WayToTrain:
         return self.accumulate > 1 or not at_once
 
     def options(self, precision: Precision | None) -> dict[str, Any]:
-        """Returns those of a workload."""
+        """Returns its options of a workload."""
         options = {"groups": self.groups and dict(self.groups), "offload": self.offload or None}
         return options | {"precision": self.precision(precision), "regather": self.regather}
 
@@ -66,44 +69,33 @@ class WayToTrain:
         reduce = self.reduce or precision.reduce
         return dataclasses.replace(precision, gather=self.gather, reduce=reduce)
 
+    def settings(self) -> dict[str, str]:
+        """Returns its arguments that are not the defaults, and its stage, as Python."""
+        usual = dataclasses.asdict(WayToTrain(self.variant))
+        fields = {name: getattr(self, name) for name in usual if name != "variant"}
+        changed = {k: v for k, v in fields.items() if k == "stage" or v != usual[k]}
+        if self.groups is not None:  # which say what the stage does
+            del changed["stage"]
+            changed["groups"] = dict(self.groups)
+        return {name: str([value])[1:-1].replace("'", '"') for name, value in changed.items()}
+
     def __str__(self) -> str:
-        codes = {name: code for name in ("gather", "reduce") if (code := getattr(self, name))}
-        settings = self.placed() | self.stepped() | codes
-        named = ", ".join(f"{name}={quoted(value)}" for name, value in settings.items())
+        named = ", ".join(f"{name}={value}" for name, value in self.settings().items())
         return f"{named}; {self.variant}" if self.variant else named
-
-    def placed(self) -> dict[str, Any]:
-        """Returns its arguments of `shard_train_state`, but for the mesh and the precision."""
-        settings: dict[str, Any] = {"stage": self.stage}
-        if self.groups is not None:
-            settings = {"groups": dict(self.groups)}
-        return settings | ({"offload": self.offload} if self.offload else {})
-
-    def stepped(self) -> dict[str, Any]:
-        """Returns its arguments of `train_step`."""
-        usual = {"accumulate": 1, "order": MICROBATCHES, "regather": True}
-        settings = {name: getattr(self, name) for name in usual}
-        return {name: value for name, value in settings.items() if value != usual[name]}
-
-
-def quoted(value: object) -> str:
-    """Returns an argument as Python has it."""
-    return f'"{value}"' if isinstance(value, str) else str(value).replace("'", '"')
 
 
 def ways(
     variants: Sequence[str], accumulate: Sequence[int], several_hosts: bool, lossy: bool
 ) -> Iterator[WayToTrain]:
-    """Returns all ways that may be the fastest: state goes to the host only at stage 3, and codes
-    only where there is a network."""
+    """Returns all ways that may be the fastest: state goes to the host only at stage 3, and
+    quantized values only where there is a network."""
     layouts: list[dict[str, Any]] = [{"stage": stage} for stage in STAGES]
     layouts += [{"offload": (OPT_STATE,)}, {"offload": (OPT_STATE, PARAMS)}]
     if several_hosts:
-        codes = LOSSY_CODES if lossy else ()
         layouts += [{"groups": HSDP}, {"groups": AMSP}, {"regather": GPU_AXIS}]
         layouts += [
             {"gather": gather, "reduce": reduce, "regather": regather}
-            for (gather, reduce), regather in itertools.product(codes, (True, GPU_AXIS))
+            for (gather, reduce), regather in itertools.product(LOSSY * lossy, (True, GPU_AXIS))
         ]
     for variant, count, layout in itertools.product(variants, accumulate, layouts):
         yield (way := WayToTrain(variant, accumulate=count, **layout))
@@ -114,17 +106,16 @@ def ways(
 def sent(way: WayToTrain, weights: float, grads: float, parameters: float) -> tuple[float, float]:
     """Returns the bytes that leave a GPU in a step for those of its host, and for other hosts if
     each of these had one GPU: `weights` are those of one gather, `grads` of one reduction."""
-    rounds = 1 if way.order == LAYERS else way.accumulate
-    gather, reduce = weights * CODED[way.gather], grads * CODED[way.reduce]
-    inside = rounds * (2 * gather + grads)
+    gather, reduce = weights * QUANTIZED[way.gather], grads * QUANTIZED[way.reduce]
+    inside = way.rounds * (2 * gather + grads)
     if way.groups == HSDP:
         return inside, 2 * grads
     if way.groups == AMSP:
         return inside, weights + grads
     if way.stage < 3:
-        once = grads * (rounds if way.stage == 2 else 1)
+        once = grads * (way.rounds if way.stage == 2 else 1)
         total = 2 * grads if way.stage == 0 else once + parameters
         return total, total
     # Kept in the node, weights come into it once a step.
-    gathers = 1 if way.regather == GPU_AXIS else 2 * rounds
-    return inside, gathers * gather + rounds * reduce
+    gathers = 1 if way.regather == GPU_AXIS else 2 * way.rounds
+    return inside, gathers * gather + way.rounds * reduce
