@@ -23,7 +23,10 @@ BAD = {
     "groups": (("forecast", "mymodel:model", "--groups", "params=data"), "--groups shards params"),
     "codes": (("forecast", "mymodel:model", "--gather", "int4"), "Precision(gather='int4'): 15 l"),
     "dtype": (("audit", "mymodel:model", "--compute", "int8"), "(compute='int8'): not a float dt"),
-    "one axis": (("forecast", *NAMED, "batch", "--groups", "params=gpu"), "is one axis over"),
+    "one axis": (
+        ("forecast", *NAMED, "batch", "--groups", "params=gpu"),
+        "must be two names: of t",
+    ),
     "what to keep": (("forecast", "124m", "--remat", "q+k"), "none, dots, full, or"),
     "three axes": (("forecast", *NAMED, "a,b,c"), "must be the name of the mesh axis over all"),
     "one twice": (("forecast", *NAMED, "a,a"), "two names: of the hosts, and of the GPUs of each"),
@@ -42,7 +45,6 @@ BAD = {
     "set of HLO": (("audit", STEP, "--set", "n=1"), "is compiled already. Leave out --set."),
     "links of none": (("audit", STEP, "--network", "9"), "are those of a GPU: name it, --gpu H1"),
     "16 bits": (("forecast", "124m", "--compute", "float32"), "'124m' computes in the 16 bits of"),
-    "config of a size": (("audit", "124m", "--config", "c.json"), "is for module:function, and '1"),
     "rows": (("study", "124m", *G8, "--rows", "most"), "--rows 'most' must be positive, or 'larg"),
     "study nowhere": (
         ("study", "124m", *G8, "--plot", "no/x.png"),

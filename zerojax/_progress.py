@@ -1,6 +1,7 @@
-"""What is under way, for whoever watches a terminal or reads a log."""
+"""Says what work goes on, to whoever watches a terminal or reads a log."""
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -11,14 +12,15 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 Say = Callable[[str, int, threading.Event], None]
-ON_A_TERMINAL, IN_A_LOG = 1.0, 10.0  # seconds that need no explanation
+ON_A_TERMINAL, IN_A_LOG = 1.0, 10.0  # seconds that nobody asks about
 WIPE = "\r\x1b[K"
 
 
 def progress(items: Sequence[T], doing: Callable[[T], str], run: Callable[[T], R]) -> list[R]:
-    """Runs each item; a line says what is done to it, and how long the rest may take.
+    """Runs each item; a line says what happens to it, and how long the rest may take.
 
-    No generator: one left by an error would stay open as long as the traceback, and count on.
+    This is no generator: one that an error leaves would stay open as long as the traceback, and go
+    on counting.
     """
     started, results = time.monotonic(), []
     for number, item in enumerate(items, start=1):
@@ -30,26 +32,8 @@ def progress(items: Sequence[T], doing: Callable[[T], str], run: Callable[[T], R
 
 
 @contextlib.contextmanager
-def working(doing: str) -> Iterator[None]:
-    """Says how many seconds some work has taken, if it takes long.
-
-    A line on a terminal counts them, and is wiped. A log gets a line after 10 seconds, after 20,
-    after 40. Notebooks and tests replace stderr to show or judge what is written: they get none.
-    """
-    with _beside(_count, _note, doing):
-        yield
-
-
-@contextlib.contextmanager
-def hinting(hint: str) -> Iterator[None]:
-    """Says what would make some work shorter, once, if it takes long."""
-    with _beside(_hint, _hint, hint):
-        yield
-
-
-@contextlib.contextmanager
 def _beside(on_a_terminal: Say, in_a_log: Say, text: str) -> Iterator[None]:
-    """Runs one of two functions beside what is inside, with a descriptor of standard error."""
+    """Runs one of two functions beside the work, with a descriptor of standard error."""
     if not text or sys.stderr is None or sys.stderr is not sys.__stderr__:
         yield
         return
@@ -86,3 +70,11 @@ def _hint(hint: str, out: int, done: threading.Event) -> None:
     """Writes a line, on a terminal in the place of the one that counts, which goes on below."""
     if not done.wait(IN_A_LOG):
         os.write(out, f"{WIPE if os.isatty(out) else ''}zerojax: {hint}\n".encode())
+
+
+# Says how many seconds some work has taken, if it takes long. A line on a terminal counts them, and
+# is wiped. A log gets a line after 10 seconds, after 20, after 40. Notebooks and tests replace
+# stderr, to show it or to judge it: they get none.
+working = functools.partial(_beside, _count, _note)
+# Says once what would make some work shorter, if it takes long.
+hinting = functools.partial(_beside, _hint, _hint)

@@ -117,7 +117,7 @@ class Table:
     - `formats`: turns the numbers of a column into text, by `human_bytes` for example. `human_time`
       gives all of a column one unit.
     - `flexible`, the first by default: columns that may become narrow. Their text wraps, and long
-      words lose their middle, unless the column is `whole`.
+      words lose their middle.
     - `optional`: columns that a narrow table leaves out, in this order.
     - `keys`: the first columns, repeated where a table is still too wide and continues below.
     """
@@ -130,7 +130,6 @@ class Table:
     formats: Mapping[str, Callable[[Any], str]] = dataclasses.field(default_factory=dict)
     right: Collection[str] = ()
     flexible: Collection[str] | None = None
-    whole: Collection[str] = ()
     optional: Sequence[str] = ()
     keys: int = 1
 
@@ -199,7 +198,7 @@ class Table:
                 width = min(natural[name], least[name] + spare)
                 spare -= width - least[name]
                 cells = [name, "-" * width, *(texts[name][at] for at in rows)]
-                columns.append(_wrapped(cells, width, name in self.whole))
+                columns.append(_wrapped(cells, width))
                 formats.append(f"{{:{'>' if name in right else '<'}{width}}}")
             line = (" " * GAP).join(formats)
             for row in zip(*columns, strict=True):
@@ -252,11 +251,10 @@ def _blocks(
     return blocks
 
 
-def _wrapped(cells: Sequence[str], width: int, whole: bool) -> list[list[str]]:
-    """Returns the lines of each cell of a column, none of them longer than `width`, but for words
-    that stay whole."""
+def _wrapped(cells: Sequence[str], width: int) -> list[list[str]]:
+    """Returns the lines of each cell of a column, none of them longer than `width`."""
     words = list({word for cell in cells for word in cell.split() if len(word) > width})
-    short = {} if whole else dict(zip(words, shortened(words, width), strict=True))
+    short = dict(zip(words, shortened(words, width), strict=True))
 
     def lines(cell: str) -> list[str]:
         if len(cell) <= width:

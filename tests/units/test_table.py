@@ -45,7 +45,6 @@ def test_a_terminal_gets_no_longer_lines_than_it_has_columns(drawn, columns):
 
 def test_what_does_not_fit_is_shortened_left_out_or_continued_below(drawn):
     assert "…" in drawn(70)[2] and "n/kernel " in drawn(70)[2]
-    assert LEAF in drawn(70, whole=("leaf",))[2], "words to be copied stay whole"
     for columns, left in ((54, [*HEAD]), (53, ["leaf", "bytes", "why"]), (42, ["leaf", "why"])):
         assert drawn(columns, optional=("axes", "bytes"))[0].split() == left
     first, second = "\n".join(drawn(42)).split("\n\n")

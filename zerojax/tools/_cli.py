@@ -43,7 +43,7 @@ GB = 1e9
 WIDTHS = ("param_bytes", "grad_bytes", "optimizer_bytes")
 # Flags that say how to compile, and not of HLO, which is compiled already.
 OF_MODELS = {field.name for field in dataclasses.fields(WorkOptions)} - {"accumulate", "per_host"}
-OF_MODELS |= {"settings", "config", "master", "compute", "gather", "reduce"}
+OF_MODELS |= {"settings", "master", "compute", "gather", "reduce"}
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 
 
@@ -241,10 +241,10 @@ def _rates(arguments: argparse.Namespace, gpu: Gpu) -> Rates | None:
 
 
 def _model(arguments: argparse.Namespace) -> Ingredients:
-    name, settings = arguments.model, arguments.settings
+    name, settings = arguments.model, dict(arguments.settings)
     if ":" in name:
-        return _models.of_function(name, arguments.config, settings)
-    _refuse_own(arguments, name)
+        return _models.of_function(name, settings)
+    _refuse_compute(arguments, name)
     if odd := [count for count in each_once(arguments.accumulate or 1) if arguments.rows % count]:
         raise ValueError(
             f"--rows {arguments.rows} of each GPU do not divide into --accumulate {odd[0]} "
@@ -253,7 +253,7 @@ def _model(arguments: argparse.Namespace) -> Ingredients:
     chooses, remats = getattr(arguments, "choose", False), getattr(arguments, "remat", None)
     remats = remats or (_presets.REMATS if chooses else ("full",))
     count, gpu = _known.parse_count(arguments.gpus)
-    preset = _presets.on(_models.changed_preset(name, settings), gpu)
+    preset = _presets.preset(name, gpu, settings)
     return preset.losses(remats), preset.make_state, preset.batch(arguments.rows * count), None
 
 
@@ -262,22 +262,19 @@ def _models_of(arguments: argparse.Namespace) -> dict[str, Given]:
     models: dict[str, Given] = {}
     for name in arguments.models:
         if ":" in name:
-            own = _models.of_function(name, arguments.config, arguments.settings)
+            own = _models.of_function(name, dict(arguments.settings))
             models[name] = own[:3] if own[3] is None else own  # type: ignore  # checked later
         else:
-            _refuse_own(arguments, name)
-            changed = _models.changed_preset(name, arguments.settings)
+            _refuse_compute(arguments, name)
+            changed = _presets.preset(name, fields=dict(arguments.settings))
             models[" ".join([name, *(f"{k}={v}" for k, v in arguments.settings)])] = changed
     return models
 
 
-def _refuse_own(arguments: argparse.Namespace, name: str) -> None:
-    """Raises where flags for models of your own come with a preset."""
-    if arguments.config is not None:
-        raise ValueError(f"--config is for module:function, and {name!r} is a preset.")
+def _refuse_compute(arguments: argparse.Namespace, preset: str) -> None:
     if arguments.compute is not None:
         raise ValueError(
-            f"--compute is for module:function, and {name!r} computes in the 16 bits of the GPU. "
+            f"--compute is for module:function, and {preset!r} computes in the 16 bits of the GPU. "
             "Leave it out."
         )
 
@@ -286,13 +283,5 @@ def _show(arguments: argparse.Namespace, data: object, text: str) -> None:
     if arguments.json:
         text = json.dumps(data, indent=1, default=str)
     elif sys.stdout.isatty():
-        text = styled(f"{text}\n\n{arguments.hint}")
+        text = f"{text}\n\n{arguments.hint}"
     print(text)
-
-
-def styled(text: str) -> str:
-    """Adds a terminal's styles: headings, the lines over rules, are bold; what is broken is red."""
-    text = re.sub(r"^.+$(?=\n-[- ]*$)", "\x1b[1m\\g<0>\x1b[0m", text, flags=re.MULTILINE)
-    # With the indented lines in which it goes on.
-    broken = r"^(broken:|warning:|Nothing fits).*(\n  .*)*"
-    return re.sub(broken, "\x1b[31m\\g<0>\x1b[0m", text, flags=re.MULTILINE)

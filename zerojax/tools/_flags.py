@@ -5,7 +5,6 @@ import ast
 import dataclasses
 import functools
 import math
-import pathlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -64,7 +63,7 @@ def value(text: str) -> object:
 def setting(text: str) -> tuple[str, object]:
     """Parses 'layers=12' as ('layers', 12)."""
     name, sign, text = text.partition("=")
-    if not sign or not all(part.isidentifier() for part in name.split(".")):
+    if not sign or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{name + sign + text!r} is not name=value")
     return name, literal(text)
 
@@ -94,7 +93,7 @@ def _of_options() -> dict[str, dict[str, Any]]:
     return found
 
 
-_several, _file = {"nargs": "+"}, {"type": pathlib.Path, "metavar": "FILE"}
+_several = {"nargs": "+"}
 _rate, _stage = {"type": functools.partial(positive, float)}, {"type": int, "choices": STAGES}
 _rows = {"type": functools.partial(positive, int), "default": 4}
 _set = {"type": setting, "action": "append", "dest": "settings", "metavar": "NAME=VALUE"}
@@ -106,7 +105,6 @@ OF_STEPS = _of_options() | {
     "--network": {"help": "GB/s of one GPU's network card: 12.5", **_rate},
     "--host-link": {"help": "GB/s between a GPU and its host's memory, each way: 25", **_rate},
     "--set": {"help": "an argument of the function, or a field; repeatable", "default": [], **_set},
-    "--config": {"help": "the arguments as .json, or a .py file with a get_config()", **_file},
     "--no-cache": {"help": "compile again", "dest": "cache", "action": "store_false"},
     "--master": {"help": "bf16 parameters, fp32 master copies", "action": "store_true"},
     "--compute": {"help": "dtype that module:function computes in: bfloat16"},

@@ -1,4 +1,4 @@
-"""The meter of a training loop: what it logs of its steps, and the progress bar."""
+"""The meter of a training loop: logs its steps, and shows a progress bar."""
 
 import contextlib
 import functools
@@ -32,18 +32,18 @@ class Meter:
     process 0's first device, on CPUs its live arrays. Evaluation and saves between steps count.
     The first step compiles, and is logged without its speed.
 
-    Metrics are read once the next step runs, so that devices never wait for the log. With several
-    processes, process 0 alone reads, logs and shows; the others do nothing.
+    Metrics are read once the next step runs, so that devices never wait for the log. Of several
+    processes, only process 0 reads, logs and shows.
 
     Arguments:
-        steps: the number of steps of the whole run,
-        start: and those done before, from the checkpoint that it resumes.
+        steps: the number of steps of the whole run.
+        start: the number of steps in the checkpoint that the run resumes.
         per_step: what a step takes from the data, over all devices, such as {"tokens": 8192}.
         flops: those that a step needs, from `zerojax.tools.step_flops`; `mfu` is of its devices.
         every: logs the first step, multiples of `every`, and the last.
-        on_log: gets the number of steps done, and the dict of floats, of each log.
-        bar: shows a progress bar of tqdm. By default if tqdm is installed and stderr is no file, as
-            it is under Slurm, or else prints a line for each log. False does neither.
+        on_log: called with the number of steps done and the dict of floats of each log.
+        bar: shows a progress bar of tqdm; the default does so if tqdm is installed and stderr is no
+            file, as it is under Slurm, and else prints a line for each log. False does neither.
 
     Example:
         >>> logged = []
@@ -78,33 +78,39 @@ class Meter:
         self.steps, self.done = steps, start
         self._start, self._every = start, every
         self._per_step, self._flops = dict(per_step or {}), flops
-        self._on_log = on_log
+        self._on_log = on_log or (lambda step, values: None)
         self._speaks = jax.process_index() == 0
         self._prints = bar is not False
         self._wants_bar = has_tqdm and (not _is_file(sys.stderr) if bar is None else bar)
         self._bar: Any = None  # of tqdm, while the loop runs
-        # A step to log, when it was given to the devices, and what they may not have done yet.
+        # A step to log, when the devices got it, and its metrics, which they may not have yet.
         self._due: tuple[int, float, PyTree] | None = None
-        # The last step that was logged, when it was given to the devices, and when it was read.
+        # The last step that was logged, when the devices got it, and when it was read.
         self._last: tuple[int, float, float] | None = None
 
     def __iter__(self) -> Iterator[int]:
         """Yields the steps that are left, counted from 0 as `range` does."""
-        with self._opened_bar():
+        bar: Any = contextlib.nullcontext()
+        if self._speaks and self._wants_bar:
+            tqdm = importlib.import_module("tqdm").tqdm
+            bar = tqdm(desc="training", total=self.steps, initial=self._start, unit="step")
+            bar.set_postfix_str("compiling the step")
+        with bar as self._bar:
             try:
                 yield from range(self._start, self.steps)
-            finally:  # a loop that breaks, or is preempted, gives no next step
+            finally:  # a loop that breaks, or is preempted, runs no next step
                 self._read()
+                self._bar = None
 
     def update(self, metrics: PyTree) -> None:
         """Counts a step. Call it once for each, with its metrics as they come out of the step."""
         self.done += 1
         if not self._speaks:
             return
-        given = time.perf_counter()
+        started = time.perf_counter()
         self._read()
         if self.done in (self._start + 1, self.steps) or self.done % self._every == 0:
-            self._due = self.done, given, metrics
+            self._due = self.done, started, metrics
         if self.done == self.steps:  # the devices have nothing else to do
             self._read()
         if self._bar is not None:
@@ -118,30 +124,30 @@ class Meter:
         if self._prints:
             write = functools.partial(print, flush=True) if self._bar is None else self._bar.write
             write(f"step {self.done}: {_shown(floats, ' ')}")
-        self._send(self.done, floats)
+        self._on_log(self.done, floats)
 
     def _read(self) -> None:
         """Logs the step that is due, if there is one; waits until it is done."""
         if self._due is None:
             return
-        (step, given, metrics), self._due = self._due, None
+        (step, started, metrics), self._due = self._due, None
         waits = not all(map(_compat.is_ready, jax.tree.leaves(metrics)))
         values = _scalars(metrics)
         now = time.perf_counter()
         if self._last is not None:
-            before, its_given, its_now = self._last
-            # A step is read after the next one is given; the last is read at once. Where devices
+            before, its_start, its_end = self._last
+            # A step is read after the next one is started; the last is read at once. Where devices
             # are faster than the loop, that would leave a step out.
             at_once = step == self.done and not waits
-            passed = given - its_given if at_once else now - its_now
+            passed = started - its_start if at_once else now - its_end
             values |= self._speed(passed / (step - before), _devices(metrics))
-        self._last = step, given, now
+        self._last = step, started, now
         values["memory_bytes"] = device_bytes()
         if self._bar is not None:
             self._bar.set_postfix_str(_shown(values, "="), refresh=False)
         elif self._prints:
             print(f"step {step} of {self.steps}: {_shown(values, ' ')}", flush=True)
-        self._send(step, values)
+        self._on_log(step, values)
 
     def _speed(self, seconds: float, devices: list[Device] | None) -> Values:
         speed = {"step_seconds": seconds}
@@ -150,25 +156,6 @@ class Meter:
         if peak and self._flops:
             speed["mfu"] = self._flops / seconds / peak
         return speed
-
-    def _send(self, step: int, values: Values) -> None:
-        if self._on_log is not None:
-            self._on_log(step, values)
-
-    @contextlib.contextmanager
-    def _opened_bar(self) -> Iterator[None]:
-        if not (self._speaks and self._wants_bar):
-            yield
-            return
-        tqdm = importlib.import_module("tqdm").tqdm
-        options = {"total": self.steps, "initial": self._start, "unit": "step"}
-        with tqdm(desc="training", **options) as bar:
-            bar.set_postfix_str("compiling the step")
-            self._bar = bar
-            try:
-                yield
-            finally:
-                self._bar = None
 
 
 def _devices(metrics: PyTree) -> list[Device] | None:
@@ -225,7 +212,6 @@ def device_bytes() -> int:
 
 def _is_file(stream: Any) -> bool:
     """Whether it is a file on a disk, where a bar is one line that never ends."""
-    try:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # none, or one without a number
         return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
-    except (AttributeError, OSError, ValueError):  # none at all, or one that has no number
-        return False
+    return False

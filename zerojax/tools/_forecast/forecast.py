@@ -146,9 +146,7 @@ def forecast(
             f"{len(work.losses)} losses. Name at least one of each."
         )
     cases = progress(
-        ways,
-        lambda way: f"compiling stage {way[1]} for {work.gpus}",
-        lambda way: work.case(*way),
+        ways, lambda way: f"compiling stage {way[1]} for {work.gpus}", lambda way: work.case(*way)
     )
     return Forecast(work.gpus, work.gpu, tuple(cases), tuple(work.settings(SHOWN | {"tokens"})))
 
@@ -204,26 +202,6 @@ def gpu_of(gpus: str, rates: Rates | None) -> Gpu:
     return gpu if rates is None else dataclasses.replace(gpu, given_rates=rates)
 
 
-def axis_names(axis: str | Sequence[str] | None, levels: bool) -> tuple[str, ...]:
-    """Returns the names of the mesh axes: one over all GPUs, or that of the hosts and that of the
-    GPUs of each, which levels need."""
-    if axis is None:
-        return LEVELS if levels else (DEFAULT_AXIS,)
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
-    if len(names) not in (1, 2) or len(set(names)) < len(names) or "" in names:
-        raise ValueError(
-            f"axis={axis!r} must be the name of the mesh axis over all GPUs, such as 'batch', or "
-            "two names: of the hosts, and of the GPUs of each."
-        )
-    if levels and len(names) == 1:
-        raise ValueError(
-            f"axis={axis!r} is one axis over all GPUs, and groups=, regather= over an axis and "
-            "quantized gradients need two. Name both in axis=, that of the hosts and that of the "
-            "GPUs of each, or leave axis= out."
-        )
-    return names
-
-
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """A model on some GPUs, and the options of its steps."""
@@ -262,8 +240,17 @@ class Workload:
     @functools.cached_property
     def mesh(self) -> Mesh:
         """All GPUs along one axis; where a step names levels, of hosts and the GPUs of each."""
-        per_host = self.options.per_host
-        names = axis_names(self.options.axis, self.options.names_levels)
+        axis, per_host, levels = self.options.axis, self.options.per_host, self.options.names_levels
+        if axis is None:
+            axis = LEVELS if levels else DEFAULT_AXIS
+        names = (axis,) if isinstance(axis, str) else tuple(axis)
+        if not levels < len(names) <= 2 or len(set(names)) < len(names) or "" in names:
+            one = "" if levels else "the name of the mesh axis over all GPUs, such as 'batch', or "
+            why = " Groups, regather= over an axis and quantized gradients need both." * levels
+            raise ValueError(
+                f"axis={axis!r} must be {one}two names: of the hosts, and of the GPUs of each. Or "
+                f"leave axis= out.{why}"
+            )
         flat = aot.mesh(self.gpus, axis_names=names[-1], per_host=per_host)
         if len(names) == 1:
             return flat
@@ -312,8 +299,10 @@ class Workload:
         loss, leaves = self.losses[variant], jax.tree.leaves(self.batch)
         flops = needed_flops(loss, plan, self.batch, self.rng, self.options.mutable) / plan.size
         plan = plan.regathering(step.recipe.options.regather)
-        memory, replay = report.memory, report.replay
         formula = sum(plan.bytes_per_device().values()) + plan.gradient_bytes() + plan.kept_bytes()
+        memory, times = report.memory, ("compute", "exposed", "waited", "step")
+        sizes = "parameters", "optimizer", "gradients", "peak"
+        measured = "pinned", "matmuls", "wide_matmuls", "network_bytes"
         return Case(
             gpus=self.gpus,
             stage=plan.stage,
@@ -323,26 +312,17 @@ class Workload:
             groups=groups_text(plan.groups) if plan.is_grouped else "",
             examples=next(leaf.shape[0] for leaf in leaves if leaf.shape),
             tokens=self.options.tokens or _tokens(leaves),
-            parameters=memory.parameters,
-            optimizer=memory.optimizer,
-            gradients=memory.gradients,
             activations=memory.activations + memory.gathered,
             formula=formula,
-            peak=memory.peak,
             usable=self.gpu.usable,
             on_host=memory.on_host + memory.host_kept,
-            pinned=report.pinned,
-            matmuls=report.matmuls,
-            wide_matmuls=report.wide_matmuls,
             link_bytes=report.wire_bytes - report.network_bytes,
-            network_bytes=report.network_bytes,
             flops=flops,
-            compute_seconds=replay.compute,
-            exposed_seconds=replay.exposed,
-            waited_seconds=replay.waited,
-            step_seconds=replay.step,
             compile_seconds=seconds,
             report=report,
+            **{name: getattr(memory, name) for name in sizes},
+            **{name: getattr(report, name) for name in measured},
+            **{f"{name}_seconds": getattr(report.replay, name) for name in times},
         )
 
 

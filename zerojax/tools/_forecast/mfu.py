@@ -63,10 +63,8 @@ def peak_flops(devices: Sequence[Device] | None = None) -> float | None:
 def needed_flops(
     loss_fn: Callable[..., PyTree], plan: Plan, batch: PyTree, rng: PyTree, mutable: Sequence[str]
 ) -> float:
-    """Counts three times the FLOPs of forward's matmuls over the global batch.
-
-    What backward computes again is work, but none that was needed.
-    """
+    """Counts three times the FLOPs of forward's matmuls over the global batch: the step does not
+    need those that backward computes again."""
 
     def forward(state: PyTree, *args: PyTree) -> PyTree:
         logical = plan.unpad(jax.tree.map(_compat.fetched, state))
@@ -76,17 +74,8 @@ def needed_flops(
     sizes = [(axis, plan.mesh.shape[axis]) for axis in plan.batch_axes]
 
     def counted(_: AbstractMesh) -> float:
-        return 3 * matmul_flops(forward, plan.abstract(), *args, axis_env=sizes)
+        traced = jax.make_jaxpr(forward, axis_env=sizes)(plan.abstract(), *args)
+        return 3 * _flops.jaxpr_flops(traced.jaxpr)
 
     mesh = with_absent(plan.mesh.abstract_mesh, plan.absent)
     return traced_where_it_can_be(counted, [mesh, NO_MESH], plan.batch_axes)[0]
-
-
-def matmul_flops(
-    function: Callable[..., PyTree], *args: PyTree, axis_env: Sequence[tuple[str, int]] = ()
-) -> float:
-    """Counts the FLOPs of matmuls in one call.
-
-    `axis_env` names mesh axes, and their sizes, that the function's own collectives use.
-    """
-    return _flops.jaxpr_flops(jax.make_jaxpr(function, axis_env=list(axis_env))(*args).jaxpr)

@@ -2,13 +2,10 @@
 command line names."""
 
 import dataclasses
-import functools
 import importlib
 import inspect
-import json
 import os
 import pathlib
-import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -67,107 +64,36 @@ def taken_apart(
     return dict(losses), make_state, rng, {}
 
 
-# -- what the command line names
+# -- functions that the command line names
 
 
-def changed_preset(name: str, settings: Sequence[tuple[str, object]]) -> Gpt:
-    """Returns a preset with some of its fields changed."""
-    return functools.reduce(
-        lambda model, one: _changed(model, *one), settings, _presets.preset(name)
-    )
-
-
-def of_function(
-    name: str, config: pathlib.Path | None, settings: Sequence[tuple[str, object]]
-) -> Ingredients:
-    """Calls module:function, or file.py:function, with its config and settings.
-
-    Settings are arguments of the function, or else fields of its config: a JSON object has the
-    function's arguments; the function gets what a Python file's `get_config()` returns as one.
-    """
-    function = _imported(name)
-    fields = {} if config is None else _read(config)
-    for field, value in settings:
-        if isinstance(fields, dict) and "." not in field:
-            fields[field] = value  # the function says whether it takes it
-        else:
-            fields = _changed(fields, field, value)
-    args, kwargs = ((), fields) if isinstance(fields, dict) else ((fields,), {})
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise ValueError(
-            f"{name}{signature}: {error}. Pass its arguments by --set name=value or by --config."
-        ) from None
-    ingredients = function(*args, **kwargs)
-    if not isinstance(ingredients, tuple) or len(ingredients) not in (3, 4):
-        size = f" of {len(ingredients)}" if isinstance(ingredients, tuple) else ""
-        raise ValueError(f"{name} returned {type(ingredients).__name__}{size}. Return {RETURNS}.")
-    return ingredients if len(ingredients) == 4 else (*ingredients, None)
-
-
-def _imported(name: str) -> Callable[..., Any]:
+def of_function(name: str, arguments: Mapping[str, object]) -> Ingredients:
+    """Calls module:function, or file.py:function."""
     module, _, function = name.rpartition(":")
     folder = os.getcwd()
-    if module.endswith(".py"):  # as Python runs a script: what is beside it can be imported
+    if module.endswith(".py"):  # as Python runs a script: it can import the files beside it
         path = pathlib.Path(module).absolute()
         folder, module = str(path.parent), path.stem
     sys.path.insert(0, folder)
     try:
-        return getattr(importlib.import_module(module), function)
+        call = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, SyntaxError) as error:
         raise ValueError(
             f"{name} cannot be imported: {error}. Name module:function, seen from this directory, "
             f"or file.py:function, where function() returns {RETURNS}."
         ) from None
-
-
-def _read(path: pathlib.Path) -> Any:
-    """Returns a JSON object, or the config that `get_config()` of a Python file returns."""
+    signature = inspect.signature(call)
     try:
-        if path.suffix == ".py":
-            return runpy.run_path(str(path))["get_config"]()
-        arguments = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"--config {path} cannot be read: {error.strerror}.") from None
-    except KeyError:
-        raise ValueError(f"--config {path} has no function get_config().") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        signature.bind(**arguments)
+    except TypeError as error:
         raise ValueError(
-            f"--config {path} is not JSON: {error}. Pass a .json file with the function's "
-            "arguments, or a .py file whose get_config() returns its one argument."
+            f"{name}{signature}: {error}. Pass its arguments by --set name=value."
         ) from None
-    if not isinstance(arguments, dict):
-        raise ValueError(f"--config {path} is a JSON {type(arguments).__name__}, not an object.")
-    return arguments
-
-
-def _changed(config: Any, name: str, value: object) -> Any:
-    """Returns a config with a field changed, or one of that field's fields."""
-    first, _, rest = name.partition(".")
-    fields = _fields(config)
-    if first not in fields:
-        has = f"Its fields: {', '.join(fields)}" if fields else "It has no fields"
-        raise ValueError(f"--set {name}: there is no {first!r} in {type(config).__name__}. {has}.")
-    if rest:
-        value = _changed(fields[first], rest, value)
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return dataclasses.replace(config, **{first: value})
-    if isinstance(config, dict):
-        return config | {first: value}
-    setattr(config, first, value)
-    return config
-
-
-def _fields(config: Any) -> dict[str, Any]:
-    if dataclasses.is_dataclass(config):
-        return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    if hasattr(config, "items"):  # a dict, or a ConfigDict, which is none
-        return dict(config.items())
-    names = (name for name in dir(config) if not name.startswith("_"))
-    fields = {name: getattr(config, name) for name in names}
-    return {name: value for name, value in fields.items() if not inspect.isroutine(value)}
+    ingredients = call(**arguments)
+    if not isinstance(ingredients, tuple) or len(ingredients) not in (3, 4):
+        size = f" of {len(ingredients)}" if isinstance(ingredients, tuple) else ""
+        raise ValueError(f"{name} returned {type(ingredients).__name__}{size}. Return {RETURNS}.")
+    return ingredients if len(ingredients) == 4 else (*ingredients, None)
 
 
 # -- models of a study

@@ -19,12 +19,6 @@ OPTION = FLAG.removeprefix("--").partition("=")[0]
 WHY_SLOW = "XLA takes network cards for 50 GB/s, and starts collectives too late for slower ones"
 
 
-def told(environ: Mapping[str, str]) -> str:
-    """Returns the flag by which XLA takes the network for a slow one, or nothing."""
-    named = re.search(rf"--{OPTION}=\S*\bnic_speed_gbps=([\d.]+)", environ.get("XLA_FLAGS", ""))
-    return named[0] if named and float(named[1]) < SLOW else ""
-
-
 def tell(environ: MutableMapping[str, str]) -> None:
     """Tells XLA that cards are slow, before it compiles for the first time, unless it is told
     something already."""
@@ -42,6 +36,7 @@ def advice(gpu: Gpu, environ: Mapping[str, str]) -> str:
     """Returns what to do about it, or nothing."""
     if not is_misjudged(gpu):
         return ""
-    if flag := told(environ):
-        return f"Compiled with {flag} in XLA_FLAGS: set it on your hosts too."
+    told = re.search(rf"--{OPTION}=\S*\bnic_speed_gbps=([\d.]+)", environ.get("XLA_FLAGS", ""))
+    if told and float(told[1]) < SLOW:
+        return f"Compiled with {told[0]} in XLA_FLAGS: set it on your hosts too."
     return f"{WHY_SLOW}: put {FLAG} into XLA_FLAGS before Python starts, here and on your hosts."

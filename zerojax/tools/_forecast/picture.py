@@ -7,12 +7,7 @@ from zerojax._figures import Figure, PlotAxes
 from zerojax.tools._forecast.case import Case
 
 LARGEST = "largest"  # as many rows as fit
-STAGE_COLOURS = (
-    "#7f7f7f",
-    "#d1495b",
-    "#edae49",
-    "#00798c",
-)  # which differ in grey too
+STAGE_COLOURS = ("#7f7f7f", "#d1495b", "#edae49", "#00798c")  # which differ in grey too
 MARKERS = "osD^vP"  # by rows
 HEIGHT, POINTS = 1.9, 9  # inches of a panel, points
 EACH, ALL, MOST_ROWS = "TFLOP/s of each GPU", "PFLOP/s of all", "rows on each GPU"

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -228,13 +228,20 @@ PRESETS = {
 }
 
 
-def preset(name: str, gpu: Gpu | None = None) -> Gpt:
-    """Returns a model by its size, computing in the 16 bits that a GPU has."""
+def preset(name: str, gpu: Gpu | None = None, fields: Mapping[str, Any] | None = None) -> Gpt:
+    """Returns a model by its size, with these fields, computing in the 16 bits that a GPU has."""
     if name.lower() not in PRESETS:
         raise ValueError(
             f"no preset {name!r}. Name one of {', '.join(PRESETS)}, or module:function."
         )
     model = PRESETS[name.lower()]
+    names = [field.name for field in dataclasses.fields(model)]
+    for field in (fields or {}).keys() - names:
+        raise ValueError(
+            f"--set {field}: there is no {field!r} in {type(model).__name__}. Its fields: "
+            f"{', '.join(names)}."
+        )
+    model = dataclasses.replace(model, **fields or {})
     return model if gpu is None else on(model, gpu)
 
 
@@ -243,16 +250,16 @@ def on(model: Gpt, gpu: Gpu) -> Gpt:
     return dataclasses.replace(model, compute=jnp.dtype(gpu.half))
 
 
-def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+def _norm(x: jax.Array, scale: jax.Array, centred: bool = True) -> jax.Array:
+    """Normalizes each token; `_rms_norm` does so without its mean."""
     wide = x.astype(jnp.float32)
-    wide = wide - wide.mean(-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5) * scale).astype(x.dtype)
+    if centred:
+        wide = wide - wide.mean(-1, keepdims=True)
+    size = jnp.square(wide).mean(-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(size + 1e-5) * scale).astype(x.dtype)
 
 
-def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    mean_square = jnp.square(wide).mean(-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean_square + 1e-5) * scale).astype(x.dtype)
+_rms_norm = functools.partial(_norm, centred=False)
 
 
 def _dispatched(experts: jax.Array, count: int, room: int) -> tuple[jax.Array, jax.Array]:
