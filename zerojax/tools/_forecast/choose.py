@@ -10,10 +10,8 @@ from typing import Any
 
 import jax
 import optax
-from jax.extend.core import Jaxpr
 
-from zerojax import _compat, aot
-from zerojax._kernel.jaxprs import nbytes
+from zerojax import aot
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
@@ -23,7 +21,7 @@ from zerojax._state.state import PARAMS
 from zerojax._step.step import Step
 from zerojax._table import Column, Printed, Table, human_bytes, human_time
 from zerojax._types import PyTree
-from zerojax.tools._forecast.case import CASE_COLUMNS, Case, matmuls_of, told_to_hosts
+from zerojax.tools._forecast.case import Case, matmuls_of, told_to_hosts
 from zerojax.tools._forecast.forecast import Workload, WorkOptions, as_python, gpu_of
 from zerojax.tools._forecast.models import Loss, NnxStep, is_of_nnx
 from zerojax.tools._forecast.ways import (
@@ -47,7 +45,6 @@ FASTER = 0.99  # of a time: a compiled way may be as fast, and a quantized one t
 SETTING = 1e-3  # of a step's time: what a setting must gain
 ROUGHLY = 1.1  # the error of memory by the plan: what needs more of the GPU is not compiled
 CODING = 0.03  # of compute: what encoding and decoding add, of 7.5B on 64 H100s
-SPEEDS = ("tokens/s", "MFU")  # as a forecast has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,15 +80,10 @@ CHOICE_COLUMNS = {
     "exposed": Column(
         lambda one: one.case.exposed_seconds + one.case.waited_seconds, form=human_time
     ),
-    **{
-        title: CASE_COLUMNS[title]._replace(
-            value=lambda one, title=title: CASE_COLUMNS[title].value(one.case)
-        )
-        for title in SPEEDS
-    },
+    "tokens/s": Column(attrgetter("case.tokens_per_second"), form="{:,.0f}".format),
+    "MFU": Column(attrgetter("case.mfu"), form="{:.1%}".format),
     "peak": Column(attrgetter("case.peak"), form=human_bytes),
     "fits": Column(attrgetter("case.fits")),
-    "numbers": Column(lambda one: "exact" if one.way.is_exact else "quantized"),
 }
 
 
@@ -154,17 +146,13 @@ class Choice(Printed):
         return "\n".join([*lines, f"step = {package}.train_step({', '.join(step)})"])
 
     def to_dict(self) -> dict[str, object]:
-        """Returns all ways, with the costs of those that were compiled, and the Python of the
-        best."""
-        tried = [
-            {"way": dataclasses.asdict(one.way), "estimate": one.estimate, "peak": one.peak}
-            for one in self.tried
-        ]
-        compiled = [
-            {"way": dataclasses.asdict(one.way), **one.case.to_dict()} for one in self.compiled
-        ]
+        """Returns the compiled ways with their costs, and the Python of the best."""
         best = [self.python(one.way) for one in (self.best, self.best_quantized) if one]
-        return {"gpus": self.gpus, "tried": tried, "compiled": compiled, "best": best}
+        compiled = [
+            {"way": dataclasses.asdict(one.way), "at_least": one.estimate, **one.case.to_dict()}
+            for one in self.compiled
+        ]
+        return {"gpus": self.gpus, "compiled": compiled, "best": best}
 
     def table(self) -> Table:
         *few, most = map(str, sorted({one.way.accumulate for one in self.tried}))
@@ -177,9 +165,12 @@ class Choice(Printed):
             "times modelled",
             "MFU of dense FLOP/s in 16 bits",
         ]
-        notes = list(self._advice())
         return Table.of(
-            CHOICE_COLUMNS, self.compiled, title=["; ".join(title)], notes=notes, optional=SPEEDS
+            CHOICE_COLUMNS,
+            self.compiled,
+            title=["; ".join(title)],
+            notes=list(self._advice()),
+            optional=("tokens/s", "MFU"),
         )
 
     def _advice(self) -> Iterator[str]:
@@ -290,7 +281,10 @@ class Search:
         losses = list(self.work.losses)
         levels = self.devices > self.local and self.work.options.axis is None
         if levels:  # a loss that names one axis raises on a mesh of two, before anything compiles
-            self.traced(losses[0], WayToTrain(groups=HSDP))
+            plan, work = self.plan_of(WayToTrain(groups=HSDP)), self.work
+            arguments = [aot.batch(one, plan) for one in (work.batch, work.rng) if one is not None]
+            step = work.step(losses[0], plan).without_options
+            step.trace(plan.abstract(), *arguments)
         every = ways(losses, self.counts(), levels, lossy)
         if self.devices == 1:  # where all stages are one
             every = (way for way in every if way.stage == 3)
@@ -354,18 +348,6 @@ class Search:
     def plan_of(self, way: WayToTrain) -> Plan:
         return self.plan(way.stage, way.groups, way.offload)
 
-    def traced(self, variant: str, way: WayToTrain) -> Jaxpr:
-        plan = self.plan_of(way)
-        step = self.work.step(variant, plan)
-        arguments = (aot.batch(one, plan) for one in (self.work.batch, self.work.rng))
-        arguments = [one for one in arguments if one is not None]
-        return step.without_options.trace(plan.abstract(), *arguments).jaxpr.jaxpr
-
-    @functools.cached_property
-    def kept(self) -> dict[str, int]:
-        """The bytes that each loss keeps for backward."""
-        return {name: _stacked_bytes(self.traced(name, WayToTrain())) for name in self.work.losses}
-
     def estimated(self, way: WayToTrain) -> Tried:
         """Returns the least that a way takes, by the step of its loss at stage 3 over all GPUs."""
         first = self.case(WayToTrain(way.variant))
@@ -382,27 +364,9 @@ class Search:
         copied = sum(crossings.get(kind, 1) * nbytes for kind, nbytes in on_host.items())
         compute = first.compute_seconds * (1 if way.is_exact else 1 + CODING)
         seconds = max(compute, wires, copied / self.rates.to_host(self.local))
-        kept = self.kept[way.variant]
-        workspace = first.peak - _state_bytes(at_stage_3, True) - gathered - kept
-        peak = _state_bytes(plan, way.keeps_gradients) + gathered
-        peak += workspace / way.accumulate + kept / way.rounds
+        state, state_at_3 = (sum(one.bytes_per_device().values()) for one in (plan, at_stage_3))
+        gradients = plan.gradient_bytes() if way.keeps_gradients else 0
+        activations = first.peak - state_at_3 - at_stage_3.gradient_bytes() - gathered
+        peak = state + gradients + gathered + activations / way.rounds
         peak += weights / self.local if way.regather == GPU_AXIS or way.groups == AMSP else 0
         return Tried(way, seconds, peak, wires)
-
-
-def _state_bytes(plan: Plan, with_gradients: bool) -> int:
-    """Returns the bytes of the state on a device, by the plan."""
-    gradients = plan.gradient_bytes() if with_gradients else 0
-    return sum(plan.bytes_per_device().values()) + gradients
-
-
-def _stacked_bytes(jaxpr: Jaxpr) -> int:
-    """Returns the bytes on the device that loops stack up, such as those that backward needs."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        inside, trips = sum(map(_stacked_bytes, _compat.inner_jaxprs(eqn))), 1
-        if eqn.primitive.name == "scan":
-            trips, (_, carry) = eqn.params["length"], _compat.scan_counts(eqn.params)
-            total += nbytes(v for v in eqn.outvars[carry:] if not _compat.rests_on_host(v))
-        total += inside * trips
-    return total

@@ -85,8 +85,7 @@ class Study(Printed):
         return max(fit, key=lambda case: case.tflops, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        growing = [_growth(*ends) for ends in self.super_linear]
-        return {"cases": [case.to_dict() for case in self.cases], "super_linear": growing}
+        return {"cases": [case.to_dict() for case in self.cases]}
 
     def plot(self, path: str | None = None) -> Figure:
         """Draws with matplotlib, for each model, how throughput changes with the number of GPUs;
