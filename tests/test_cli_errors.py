@@ -12,15 +12,14 @@ G8 = ("--gpus", "8xH100")
 NAMED = ("mymodel:model", *G8, "--axis")
 BAD = {
     "unknown GPU": (("forecast", "124m", "--gpus", "8xV900"), "no facts about a GPU 'V900'. Name"),
-    "no devices": (("table", "--devices", "0"), "--devices [0] must be positive"),
     "unknown preset": (("forecast", "3x"), "no preset '3x'. Name one of 124m"),
     "failing": (("audit", "mymodel:failing"), "no data at all"),
     "syntax": (("forecast", "broken:model"), "broken:model cannot be imported: "),
     "theirs": (("forecast", "theirs:f"), "KeyError: 'missing' ("),
     "chosen step": (("forecast", "mymodel:step", "--choose"), "to --choose, return (loss_fn, mak"),
     "untraceable": (("forecast", "mymodel:untraceable", "--stages", "3"), "oncret"),
-    "no accumulation": (("forecast", "mymodel:model", "--accumulate", "0"), "--accumulate must be"),
-    "groups": (("forecast", "mymodel:model", "--groups", "params=data"), "--groups shards params"),
+    "no accumulation": (("forecast", "mymodel:model", "--accumulate", "0"), "accumulate must be"),
+    "groups": (("forecast", "mymodel:model", "--groups", "params=data"), "groups= shards params"),
     "codes": (("forecast", "mymodel:model", "--gather", "int4"), "Precision(gather='int4'): 15 l"),
     "dtype": (("audit", "mymodel:model", "--compute", "int8"), "(compute='int8'): not a float dt"),
     "one axis": (
@@ -32,8 +31,8 @@ BAD = {
     "one twice": (("forecast", *NAMED, "a,a"), "two names: of the hosts, and of the GPUs of each"),
     "microbatches": (("forecast", "124m", "--accumulate", "8"), "microbatches. Pass --rows 8, or"),
     "binary": (("audit", "binary.hlo"), "binary.hlo cannot be read as HLO (not text). Name a file"),
-    "hosts of HLO": (("audit", STEP, "--per-host", "0"), "--per-host 0 must be a positive integer"),
-    "tokens": (("forecast", "mymodel:model", "--tokens", "-1"), "--tokens -1 must be positive"),
+    "hosts of HLO": (("audit", STEP, "--per-host", "0"), "per_host=0 must be a positive integer"),
+    "tokens": (("forecast", "mymodel:model", "--tokens", "-1"), "tokens=-1 must be positive"),
     "too many": (("forecast", "124m", "--gpus", "10000000xH100"), "more than 100,000 GPUs, and no"),
     "no picture": (("audit", "124m", "--plot", "x.hlo"), "x.hlo does not name a picture file"),
     "plot nowhere": (("audit", "124m", "--plot", "no/x.png"), "there is no directory for no/x.png"),
@@ -45,12 +44,12 @@ BAD = {
     "set of HLO": (("audit", STEP, "--set", "n=1"), "is compiled already. Leave out --set."),
     "links of none": (("audit", STEP, "--network", "9"), "are those of a GPU: name it, --gpu H1"),
     "16 bits": (("forecast", "124m", "--compute", "float32"), "'124m' computes in the 16 bits of"),
-    "rows": (("study", "124m", *G8, "--rows", "most"), "--rows 'most' must be positive, or 'larg"),
+    "rows": (("study", "124m", *G8, "--rows", "most"), "rows='most' must be positive, or 'larges"),
     "study nowhere": (
         ("study", "124m", *G8, "--plot", "no/x.png"),
         "there is no directory for no/",
     ),
-    "rates": (("study", "124m", *G8, "8xA100", "--network", "9"), "--gpus names A100-80GB, H100"),
+    "rates": (("study", "124m", *G8, "8xA100", "--network", "9"), "gpus= names A100-80GB, H100"),
     "plot of CPU": (("audit", STEP, "--plot", "x.png"), "no times to plot"),
 }
 
@@ -76,6 +75,8 @@ def test_bad_input_is_a_line_with_a_remedy(case, run, module, tmp_path):
 
 USAGE = """
 table --stages 4
+table --devices 0
+table --params 0
 forecast
 forecast 124m --rows 0
 forecast 124m --network 0
@@ -93,5 +94,5 @@ def test_bad_usage(run):
 
 def test_tracebacks_on_request(run, monkeypatch):
     monkeypatch.setenv("ZEROJAX_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="must be positive"):
-        run("table", "--devices", "0")
+    with pytest.raises(ValueError, match="no preset '3x'"):
+        run("forecast", "3x")

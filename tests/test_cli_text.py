@@ -18,7 +18,6 @@ OFFLOADED = fakes.case(
     network_bytes=2**30,
     tokens=740740,
     link_bytes=2**41,
-    groups="params over gpu, opt_state over node",
 )
 PRINTED = {
     "forecast": fakes.forecast(OFFLOADED, fakes.case(0, 100), network=1e9),

@@ -120,5 +120,5 @@ def test_a_step_that_leaves_nothing_to_choose_is_refused(loss_fn, error, message
 
 
 def test_a_batch_without_arrays_is_refused():
-    with pytest.raises(ValueError, match=r"has no arrays\. Pass the global batch of one step"):
+    with pytest.raises(ValueError, match=r"has no arrays with rows\. Pass the global batch"):
         zerojax.tools.choose(loss, make_state, None, gpus="8xH100")

@@ -66,7 +66,6 @@ def test_bytes_are_the_formulas_peaks_the_compilers_and_speed_the_modelled(made)
         assert case.examples_per_second == ROWS / step
         assert case.tokens_per_second == ROWS * LENGTH / step
         assert case.mfu == pytest.approx(NEEDED / N / (step * 989e12))
-        assert case.compile_seconds > 0
 
 
 @pytest.mark.parametrize(
@@ -215,7 +214,6 @@ def test_groups_send_between_hosts_what_the_guide_says(groups, accumulate, resti
     stack = PSI - 2 * audits.DIM**2
     passes = stack * (3 - 1 / audits.LAYERS) + 2 * (PSI - stack)
     assert case.link_bytes == pytest.approx(accumulate * 2 * passes * 3 / 4, rel=0.01)
-    assert case.groups.startswith("params over gpu, grads over gpu, opt_state over gpu")
 
 
 @pytest.mark.parametrize("name", ["audit", "verify", "forecast", "choose"])

@@ -11,11 +11,10 @@ import itertools
 import json
 import os
 import pathlib
-import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -67,31 +66,20 @@ def _run(arguments: argparse.Namespace) -> int:
     except Exception as error:  # of a user's module or of the compiler, in a line
         if os.environ.get("ZEROJAX_TRACEBACK"):
             raise
-        print(f"zerojax: {described(error, vars(arguments))}", file=sys.stderr)
+        print(f"zerojax: {described(error)}", file=sys.stderr)
         return BAD_INPUT
 
 
-def described(error: Exception, flags: Container[str] = ()) -> str:
+def described(error: Exception) -> str:
     """Describes an error in one line, with its type and place if it is not of this package."""
     text = " ".join(str(error).split())[:600]
     frames = traceback.extract_tb(error.__traceback__)
     ours = pathlib.Path(zerojax.__file__).parent
     if not frames or ours in pathlib.Path(frames[-1].filename).parents:
-        return as_typed(text, flags) or type(error).__name__
+        return text or type(error).__name__
     theirs = [f for f in frames if not any(part in f.filename for part in LIBRARIES)]
     where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
     return f"{type(error).__name__}: {text}{where}. For the traceback, set ZEROJAX_TRACEBACK=1."
-
-
-def as_typed(text: str, flags: Container[str]) -> str:
-    """Respells arguments, per_host=7, as flags, --per-host 7, but for those inside of calls."""
-
-    def flag(match: re.Match[str]) -> str:
-        name = match[1] or match[2] or ""
-        value = " " if match[2] and match.string[match.end() :][:1].strip(".,: ") else ""
-        return f"--{name.replace('_', '-')}{value}" if name in flags else match[0]
-
-    return re.sub(r"\w\([^()]*\)|^(\w+)(?= must)|\b(\w+)=", flag, text)
 
 
 # -- commands
@@ -142,7 +130,7 @@ def audit(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         report.plot(arguments.plot)
     findings = report.findings(**limits)
-    broken = paragraphs([f"broken: {as_typed(line, vars(arguments))}" for line in findings])
+    broken = paragraphs([f"broken: {line}" for line in findings])
     text = f"{report}\n\n{broken}".rstrip()
     _show(arguments, report.to_dict() | {"findings": findings}, text)
     return NOT_WELL if findings else ALL_WELL
@@ -171,14 +159,10 @@ def _audited_text(path: pathlib.Path, arguments: argparse.Namespace) -> Report:
 
 
 def table(arguments: argparse.Namespace) -> int:
-    """Prints what a training state takes, as the paper's Table 1; its Figure 1 is a row of it: 7.5B
-    on 64 devices."""
-    params, devices, stages = map(
-        each_once, (arguments.params, arguments.devices, arguments.stages)
-    )
-    for name, counts in (("params", params), ("devices", devices)):
-        if min(counts) <= 0:
-            raise ValueError(f"{name}={counts} must be positive: how many there are.")
+    """Prints the bytes of a training state, as the paper's Table 1; its Figure 1 is a row of it:
+    7.5B on 64 devices."""
+    names = "params", "devices", "stages"
+    params, devices, stages = (each_once(getattr(arguments, name)) for name in names)
     widths = {name: getattr(arguments, name) for name in WIDTHS}
     header = ("parameters", "devices", *(f"stage {stage}, GB" for stage in stages))
     rows = [

@@ -68,7 +68,7 @@ def setting(text: str) -> tuple[str, object]:
     return name, literal(text)
 
 
-def positive(kind: type[float], text: str) -> float:
+def positive(kind: Callable[[str], float], text: str) -> float:
     if not 0 < (number := kind(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} must be positive")
     return number
@@ -95,12 +95,12 @@ def _of_options() -> dict[str, dict[str, Any]]:
 
 _several = {"nargs": "+"}
 _rate, _stage = {"type": functools.partial(positive, float)}, {"type": int, "choices": STAGES}
-_rows = {"type": functools.partial(positive, int), "default": 4}
+_whole, _size = ({"type": functools.partial(positive, kind)} for kind in (int, size))
 _set = {"type": setting, "action": "append", "dest": "settings", "metavar": "NAME=VALUE"}
 _codes = "int8 or float8_e4m3fn"
 OF_STEPS = _of_options() | {
     "--gpus": {"help": "such as 64xH100 (default %(default)s)", "default": "8xH100"},
-    "--rows": {"help": "of a preset: sequences per GPU", **_rows},
+    "--rows": {"help": "of a preset: sequences per GPU", "default": 4, **_whole},
     "--per-host": {"help": "GPUs of a host", "type": int, "default": aot.PER_HOST},
     "--network": {"help": "GB/s of one GPU's network card: 12.5", **_rate},
     "--host-link": {"help": "GB/s between a GPU and its host's memory, each way: 25", **_rate},
@@ -166,8 +166,8 @@ COMMANDS: dict[str, tuple[str, Mapping[str, str], dict[str, dict[str, Any]]]] = 
         "prints the ZeRO paper's memory table, or yours",
         TABLE_EXPLAINED,
         {
-            "--params": {"type": size, "default": [7.5e9, 128e9, 1e12], **_several},
-            "--devices": {"type": int, "default": [1, 4, 16, 64, 256, 1024], **_several},
+            "--params": {**_size, "default": [7.5e9, 128e9, 1e12], **_several},
+            "--devices": {**_whole, "default": [1, 4, 16, 64, 256, 1024], **_several},
             "--stages": {"default": STAGES, **_stage, **_several},
             "--param-bytes": {"type": float, "default": 2},
             "--grad-bytes": {"type": float, "default": 2},

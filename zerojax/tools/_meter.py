@@ -166,11 +166,10 @@ def _devices(metrics: PyTree) -> list[Device] | None:
 
 def _scalars(metrics: PyTree) -> Values:
     """Returns the numbers among the metrics, by their paths."""
-    leaves = jax.tree_util.tree_flatten_with_path(metrics)[0]
-    numbers = [(path, leaf) for path, leaf in leaves if jax.numpy.ndim(leaf) == 0]
-    floats = jax.device_get([leaf for _, leaf in numbers])
-    names = (_state.path_name(path) for path, _ in numbers)
-    pairs = [(name, float(value)) for name, value in zip(names, floats, strict=True)]
+    leaves = _state.leaves_with_paths(metrics)
+    numbers = [leaf for leaf in leaves if jax.numpy.ndim(leaf.value) == 0]
+    floats = map(float, jax.device_get([leaf.value for leaf in numbers]))
+    pairs = zip((leaf.name for leaf in numbers), floats, strict=True)
     return dict(sorted(pairs, key=lambda pair: pair[0] != "loss"))  # which comes first
 
 

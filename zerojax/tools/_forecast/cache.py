@@ -29,10 +29,8 @@ from zerojax.tools._hlo import gpus as _known
 VARIABLE = "ZEROJAX_CACHE"
 SUFFIX = ".zerojax"
 MOST_BYTES = 2**28  # of all files; a step of a 7.5B GPT takes less than 0.2 MB
-COMPILERS = (
-    "jaxlib",
-    *(f"jax-{cuda}-{part}" for cuda in ("cuda12", "cuda13") for part in ("plugin", "pjrt")),
-)
+COMPILERS = ["jaxlib"]
+COMPILERS += [f"jax-{cuda}-{part}" for cuda in ("cuda12", "cuda13") for part in ("plugin", "pjrt")]
 
 # The folder, and whether the lines of the user's code tell programs apart.
 _STORE = contextvars.ContextVar[tuple[pathlib.Path | None, bool]]("store", default=(None, True))
@@ -113,16 +111,17 @@ def _key(lowered: jax.stages.Lowered, lines: bool, options: Mapping[str, Any], p
         sorted((k, v) for k, v in config if isinstance(v, bool | int | float | str)),
         [devices[0].device_kind, gpu.target_config() if gpu else ""],
         [(device.id, device.process_index) for device in devices],
-        [jax.__version__, zerojax.__version__, *map(_version, COMPILERS)],
+        [jax.__version__, zerojax.__version__, _versions()],
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in COMPILERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def _read(file: pathlib.Path) -> KeptProgram | None:

@@ -46,7 +46,6 @@ class Case:
     accumulate: int = 1
     order: str = MICROBATCHES
     variant: str = ""
-    groups: str = ""
     model: str = ""
     asked: int | str = ""
     settings: str = ""
@@ -71,7 +70,6 @@ class Case:
     exposed_seconds: float = 0.0
     waited_seconds: float = 0.0
     step_seconds: float = 0.0
-    compile_seconds: float = 0.0
     report: Report | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -222,7 +220,7 @@ class Forecast(Printed):
         for axes in (memory, times):
             axes.spines[["top", "right"]].set_visible(False)
             axes.margins(x=0.12)
-        title = "; ".join([f"one training step on {self.gpus}, compiled", *self._groups()])
+        title = "; ".join([f"one training step on {self.gpus}, compiled", *self.settings])
         _figures.titled(figure, title, 4)
         return _figures.finished(figure, path)
 
@@ -233,7 +231,6 @@ class Forecast(Printed):
             f"{self.gpus}, {human_bytes(self.gpu.usable)} usable of "
             f"{human_bytes(self.gpu.memory)} each",
             *matmuls_of(self.cases),
-            *self._groups(),
             *self.settings,
             "bytes per GPU, grads and activations at the peak",
             "times modelled",
@@ -249,9 +246,6 @@ class Forecast(Printed):
             keys=3,
         )
 
-    def _groups(self) -> list[str]:
-        return list(dict.fromkeys(case.groups for case in self.cases if case.groups))
-
     def _advice(self) -> str:
         best = self.best
         if best is None:
@@ -265,7 +259,6 @@ class Forecast(Printed):
             f"stage={best.stage}",
             f"accumulate={best.accumulate}" if best.accumulate > 1 else "",
             f"order={best.order!r}" if best.in_layers else "",
-            best.groups,
             f"remat {best.variant!r}" if best.variant else "",
             f"{human_time(best.step_seconds)} a step",
             f"{human_bytes(best.spare)} to spare.",

@@ -273,7 +273,7 @@ class Search:
     def __init__(self, work: Workload) -> None:
         self.work, self.usable, self.rates = work, work.gpu.usable, work.gpu.rates
         self.compiled: dict[WayToTrain, Case] = {}
-        self.plan = functools.cache(self._plan)
+        self.planned = functools.cache(lambda placed: self.of(placed).plan_at(placed.stage))
         self.devices = self.of(WayToTrain()).mesh.size
         self.local = min(self.devices, work.options.per_host)
 
@@ -342,11 +342,8 @@ class Search:
             self.compiled[way] = case
         return self.compiled[way]
 
-    def _plan(self, stage: int, groups: Any, offload: Any) -> Plan:
-        return self.of(WayToTrain(groups=groups, offload=offload)).plan_at(stage)
-
     def plan_of(self, way: WayToTrain) -> Plan:
-        return self.plan(way.stage, way.groups, way.offload)
+        return self.planned(WayToTrain(stage=way.stage, groups=way.groups, offload=way.offload))
 
     def estimated(self, way: WayToTrain) -> Tried:
         """Returns the least that a way takes, by the step of its loss at stage 3 over all GPUs."""

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import StateOptions
 from zerojax._plan.precision import Precision
-from zerojax._plan.show import groups_text
 from zerojax._progress import hinting, progress
 from zerojax._state import hints as _hints, refusals as _refusals
 from zerojax._step.step import Step, train_step
@@ -37,7 +35,7 @@ from zerojax.tools._hlo.gpus import Gpu, Rates
 STAGES = (0, 1, 2, 3)
 MANY_LAYERS = 8
 LEVELS = "node", "gpu"  # axes of the hosts, and of the GPUs of each
-SHOWN = {"accumulate", "order", "groups"}  # options that a forecast's table or title shows anyway
+IN_TABLES = ("accumulate", "order", "tokens")  # options that the table of a forecast shows
 
 
 def _rates(rates: object) -> object:
@@ -148,7 +146,7 @@ def forecast(
     cases = progress(
         ways, lambda way: f"compiling stage {way[1]} for {work.gpus}", lambda way: work.case(*way)
     )
-    return Forecast(work.gpus, work.gpu, tuple(cases), tuple(work.settings(SHOWN | {"tokens"})))
+    return Forecast(work.gpus, work.gpu, tuple(cases), tuple(work.settings(IN_TABLES)))
 
 
 def each_once(values: Any) -> list[Any]:
@@ -190,11 +188,11 @@ def _check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:
     )
     if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
         raise ValueError(f"tokens={tokens!r} must be positive: how many a step trains on.")
-    if not jax.tree.leaves(batch):
-        raise ValueError("the batch has no arrays. Pass the global batch of one step.")
     _refusals.check_arrays(batch, "batch")
     if not any(map(np.ndim, jax.tree.leaves(batch))):
-        raise ValueError("the batch has no rows. Pass the global batch of one step, or its shapes.")
+        raise ValueError(
+            "the batch has no arrays with rows. Pass the global batch of one step, or its shapes."
+        )
 
 
 def gpu_of(gpus: str, rates: Rates | None) -> Gpu:
@@ -259,14 +257,10 @@ class Workload:
 
     def settings(self, hidden: Iterable[str] = ()) -> list[str]:
         """Returns the options that are not the defaults, and the network if it is the user's."""
-        changed = changed_options(self.options)
-        if self.options.precision is not None:
-            changed["precision"] = as_python(self.options.precision)
-        hidden = {"tx", "rates", *hidden}
         shown = [
-            f"{name}={value if name == 'precision' else repr(value)}"
-            for name, value in changed.items()
-            if name not in hidden
+            f"{name}={as_python(value) if name == 'precision' else repr(value)}"
+            for name, value in changed_options(self.options).items()
+            if name not in {"tx", "rates", *hidden}
         ]
         network = f"network cards of {self.gpu.rates.network / 1e9:g} GB/s"
         return [*shown, *([network] if self.gpu.given_rates else [])]
@@ -291,11 +285,9 @@ class Workload:
         step = self.step(variant, plan, accumulate=accumulate, order=order)
         batch = aot.batch(self.batch, plan, batch_specs=self.options.batch_specs)
         rng = aot.batch(self.rng, plan)
-        started = time.perf_counter()
         with hinting(_unrolled(plan)):
             program = _cache.compiled(step, plan.abstract(), batch, rng, plan)
             report = _audit.audit(program, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
-        seconds = time.perf_counter() - started
         loss, leaves = self.losses[variant], jax.tree.leaves(self.batch)
         flops = needed_flops(loss, plan, self.batch, self.rng, self.options.mutable) / plan.size
         plan = plan.regathering(step.recipe.options.regather)
@@ -309,7 +301,6 @@ class Workload:
             variant=variant,
             accumulate=accumulate,
             order=order,
-            groups=groups_text(plan.groups) if plan.is_grouped else "",
             examples=next(leaf.shape[0] for leaf in leaves if leaf.shape),
             tokens=self.options.tokens or _tokens(leaves),
             activations=memory.activations + memory.gathered,
@@ -318,7 +309,6 @@ class Workload:
             on_host=memory.on_host + memory.host_kept,
             link_bytes=report.wire_bytes - report.network_bytes,
             flops=flops,
-            compile_seconds=seconds,
             report=report,
             **{name: getattr(memory, name) for name in sizes},
             **{name: getattr(report, name) for name in measured},

@@ -250,16 +250,16 @@ def on(model: Gpt, gpu: Gpu) -> Gpt:
     return dataclasses.replace(model, compute=jnp.dtype(gpu.half))
 
 
-def _norm(x: jax.Array, scale: jax.Array, centred: bool = True) -> jax.Array:
-    """Normalizes each token; `_rms_norm` does so without its mean."""
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
-    if centred:
-        wide = wide - wide.mean(-1, keepdims=True)
-    size = jnp.square(wide).mean(-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(size + 1e-5) * scale).astype(x.dtype)
+    wide = wide - wide.mean(-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5) * scale).astype(x.dtype)
 
 
-_rms_norm = functools.partial(_norm, centred=False)
+def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.square(wide).mean(-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + 1e-5) * scale).astype(x.dtype)
 
 
 def _dispatched(experts: jax.Array, count: int, room: int) -> tuple[jax.Array, jax.Array]:

@@ -230,10 +230,9 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
 
     def cell(name: str, gpus: str, stage: int, rows: int | str) -> Case:
         """Returns a case, with the reason why it has no numbers if it has none."""
-        one, is_preset = work(name, gpus, 1), isinstance(models[name], Gpt)
-        settings = [f"remat {options.remat}"] * is_preset + one.settings(
-            one.own.keys() & {"mutable"}
-        )
+        one = work(name, gpus, 1)
+        settings = [f"remat {options.remat}"] if isinstance(models[name], Gpt) else []
+        settings += one.settings(one.own.keys() & {"mutable"})
         asked = {"model": name, "asked": rows, "settings": ", ".join(settings)}
         of_rows = functools.partial(compiled, name, gpus, stage)
         try:
@@ -272,36 +271,34 @@ def _work(
 # -- the largest rows
 
 
-def ladder(least: int) -> list[int]:
-    """Returns the rows to choose from: every number up to 16, then eight between powers of two."""
-    steps = [*range(1, 8), *(step << k for k in range(DOUBLINGS) for step in range(8, 16))]
-    return [least * step for step in steps]
-
-
 def largest(of_rows: Callable[[int], Case], least: int) -> Case:
     """Returns the case of the most rows that fit, a multiple of `least`; of `least` if none do.
 
-    The most rows known to fit and the fewest known not to close in on each other. Tried next are
-    those that would fill the GPU if memory grew evenly with the rows.
+    There is a step for every number up to 16, then eight steps between powers of two. The highest
+    step known to fit and the lowest known not to close in on each other. Tried next is the step
+    that would fill the GPU if memory grew evenly with the rows.
     """
-    steps, tried = ladder(least), dict[int, Case]()
+    steps = [*range(1, 8), *(step << k for k in range(DOUBLINGS) for step in range(8, 16))]
+    tried: dict[int, Case] = {}
     fits, fails, at = -1, len(steps), FIRST_ROWS - 1
     while fails - fits > 1:
         at = min(max(at, fits + 1), fails - 1)
-        case = tried[steps[at]] = of_rows(steps[at])
+        case = tried[steps[at]] = of_rows(least * steps[at])
         fits, fails = (at, fails) if case.fits else (fits, at)
         at = bisect.bisect_right(steps, _filling(tried)) - 1
     return tried[steps[max(fits, 0)]]
 
 
 def _filling(tried: dict[int, Case]) -> float:
-    """Returns the rows that would fill the GPU, by a line through the most that fit and the fewest
-    that do not; while all or none fit, through the last two that do, or the state without rows."""
-    known = sorted(tried.items())
-    fit, not_fit = ([one for one in known if one[1].fits is fits] for fits in (True, False))
-    nearest = [*fit[-1:], *not_fit[:1]] if not_fit else fit[-2:]
-    state = nearest[0][1].parameters + nearest[0][1].optimizer
-    points = [(0, state), *((rows, case.peak) for rows, case in nearest)]
-    (few, less), (many, more) = points[-2:]
+    """Returns the step that would fill the GPU, by a line through the state without rows and what
+    was tried: the part of it that crosses the limit, or else the last one."""
+    case = next(iter(tried.values()))
+    points = [
+        (0, case.parameters + case.optimizer),
+        *((k, v.peak) for k, v in sorted(tried.items())),
+    ]
+    beyond = (at for at, (_, peak) in enumerate(points) if at and peak > case.usable)
+    end = next(beyond, len(points) - 1)
+    (few, less), (many, more) = points[end - 1], points[end]
     slope = (more - less) / (many - few)
-    return few + (nearest[0][1].usable - less) / slope if slope > 0 else math.inf
+    return few + (case.usable - less) / slope if slope > 0 else math.inf
