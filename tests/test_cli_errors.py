@@ -29,7 +29,7 @@ BAD = {
     "what to keep": (("forecast", "124m", "--remat", "q+k"), "none, dots, full, or"),
     "three axes": (("forecast", *NAMED, "a,b,c"), "must be the name of the mesh axis over all"),
     "one twice": (("forecast", *NAMED, "a,a"), "two names: of the hosts, and of the GPUs of each"),
-    "microbatches": (("forecast", "124m", "--accumulate", "8"), "microbatches. Pass --rows 8, or"),
+    "microbatches": (("forecast", "124m", "--accumulate", "8"), "microbatches"),
     "binary": (("audit", "binary.hlo"), "binary.hlo cannot be read as HLO (not text). Name a file"),
     "hosts of HLO": (("audit", STEP, "--per-host", "0"), "per_host=0 must be a positive integer"),
     "tokens": (("forecast", "mymodel:model", "--tokens", "-1"), "tokens=-1 must be positive"),
@@ -54,7 +54,7 @@ BAD = {
 }
 
 # Found where the step is made for GPUs.
-COMPILED = ("untraceable", "no accumulation", "groups")
+COMPILED = ("untraceable", "no accumulation", "groups", "microbatches")
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -34,6 +34,7 @@ from zerojax.tools._forecast import (
 )
 from zerojax.tools._forecast.forecast import WorkOptions, each_once
 from zerojax.tools._forecast.models import Given, Ingredients
+from zerojax.tools._forecast.presets import Gpt
 from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
 
@@ -44,6 +45,9 @@ WIDTHS = ("param_bytes", "grad_bytes", "optimizer_bytes")
 OF_MODELS = {field.name for field in dataclasses.fields(WorkOptions)} - {"accumulate", "per_host"}
 OF_MODELS |= {"settings", "master", "compute", "gather", "reduce"}
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
+
+
+Outcome: TypeAlias = tuple[Any, object, str, bool]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,9 +62,14 @@ def _run(arguments: argparse.Namespace) -> int:
     if not os.path.exists("/proc/driver/nvidia"):
         # Otherwise a plugin that is only here to compile with complains that there is no GPU.
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    plot = getattr(arguments, "plot", None)
     try:
+        if plot:
+            _figures.check_picture(plot)
         with _cache.kept(_cache.folder() if getattr(arguments, "cache", False) else None):
-            return arguments.run(arguments)
+            result, data, text, is_well = arguments.run(arguments)
+        if plot:
+            result.plot(plot)
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # of a user's module or of the compiler, in a line
@@ -68,6 +77,9 @@ def _run(arguments: argparse.Namespace) -> int:
             raise
         print(f"zerojax: {described(error)}", file=sys.stderr)
         return BAD_INPUT
+    hint = f"\n\n{arguments.hint}" if sys.stdout.isatty() else ""
+    print(json.dumps(data, indent=1, default=str) if arguments.json else f"{text}{hint}")
+    return ALL_WELL if is_well else NOT_WELL
 
 
 def described(error: Exception) -> str:
@@ -82,42 +94,34 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {text}{where}. For the traceback, set ZEROJAX_TRACEBACK=1."
 
 
-# -- commands
+# -- commands: each returns its result, that as JSON and as text, and whether all is well
 
 
-def forecast(arguments: argparse.Namespace) -> int:
+def forecast(arguments: argparse.Namespace) -> Outcome:
     model, options = _model(arguments), _options(arguments, zerojax.forecast)
     if not arguments.choose:
         result = zerojax.forecast(*model, **options)
-        _show(arguments, result.to_dict(), str(result))
-        return ALL_WELL if result.best else NOT_WELL
+        return result, result.to_dict(), str(result), result.best is not None
     decided = [name for name in options if name not in inspect.signature(_tools.choose).parameters]
     decided += [name for name in ("gather", "reduce") if getattr(arguments, name)]
     if decided:
         flags = ", ".join(f"--{name}" for name in decided)
         raise ValueError(f"--choose decides {flags} itself. Leave out one or the other.")
     result = _tools.choose(*model, **options)
-    _show(arguments, result.to_dict(), str(result))
-    return ALL_WELL if result.best or result.best_quantized else NOT_WELL
+    return result, result.to_dict(), str(result), any((result.best, result.best_quantized))
 
 
-def study(arguments: argparse.Namespace) -> int:
-    if arguments.plot:
-        _figures.check_picture(arguments.plot)
+def study(arguments: argparse.Namespace) -> Outcome:
     options = _options(arguments, _tools.study)
     result = _tools.study(_models_of(arguments), **options)
-    if arguments.plot:
-        result.plot(arguments.plot)
-    _show(arguments, result.to_dict(), str(result))
-    whole = not any(case.failed for case in result.cases)
-    return ALL_WELL if whole and any(case.fits for case in result.cases) else NOT_WELL
+    failed = any(case.failed for case in result.cases)
+    fits = any(case.fits for case in result.cases)
+    return result, result.to_dict(), str(result), fits and not failed
 
 
-def audit(arguments: argparse.Namespace) -> int:
+def audit(arguments: argparse.Namespace) -> Outcome:
     limits = {name: getattr(arguments, name) for name in ("max_peak_bytes", "min_overlap")}
     check_limits(**limits)
-    if arguments.plot:
-        _figures.check_picture(arguments.plot)
     path = pathlib.Path(arguments.model)
     if path.exists() or arguments.model.endswith((".hlo", ".txt")):
         report = _audited_text(path, arguments)
@@ -127,13 +131,10 @@ def audit(arguments: argparse.Namespace) -> int:
         result = zerojax.forecast(losses, *model, **_options(arguments, zerojax.forecast))
         report = result.cases[0].report
         assert report is not None, "forecasts have the reports of their cases"
-    if arguments.plot:
-        report.plot(arguments.plot)
     findings = report.findings(**limits)
     broken = paragraphs([f"broken: {line}" for line in findings])
     text = f"{report}\n\n{broken}".rstrip()
-    _show(arguments, report.to_dict() | {"findings": findings}, text)
-    return NOT_WELL if findings else ALL_WELL
+    return report, report.to_dict() | {"findings": findings}, text, not findings
 
 
 def _audited_text(path: pathlib.Path, arguments: argparse.Namespace) -> Report:
@@ -158,7 +159,7 @@ def _audited_text(path: pathlib.Path, arguments: argparse.Namespace) -> Report:
     return zerojax.audit(text, gpu=gpu, per_host=arguments.per_host, accumulate=count)
 
 
-def table(arguments: argparse.Namespace) -> int:
+def table(arguments: argparse.Namespace) -> Outcome:
     """Prints the bytes of a training state, as the paper's Table 1; its Figure 1 is a row of it:
     7.5B on 64 devices."""
     names = "params", "devices", "stages"
@@ -171,8 +172,7 @@ def table(arguments: argparse.Namespace) -> int:
     ]
     formats = dict.fromkeys(header[2:], "{:,.2f}".format)
     result = Table(header, rows, formats=formats, right=header[:1], keys=2)
-    _show(arguments, result.to_dict()["rows"], str(result))
-    return ALL_WELL
+    return result, result.to_dict()["rows"], str(result), True
 
 
 def state_bytes(
@@ -225,19 +225,13 @@ def _rates(arguments: argparse.Namespace, gpu: Gpu) -> Rates | None:
 
 
 def _model(arguments: argparse.Namespace) -> Ingredients:
-    name, settings = arguments.model, dict(arguments.settings)
+    name = arguments.model
     if ":" in name:
-        return _models.of_function(name, settings)
-    _refuse_compute(arguments, name)
-    if odd := [count for count in each_once(arguments.accumulate or 1) if arguments.rows % count]:
-        raise ValueError(
-            f"--rows {arguments.rows} of each GPU do not divide into --accumulate {odd[0]} "
-            f"microbatches. Pass --rows {odd[0]}, or a multiple of it."
-        )
+        return _models.of_function(name, dict(arguments.settings))
     chooses, remats = getattr(arguments, "choose", False), getattr(arguments, "remat", None)
     remats = remats or (_presets.REMATS if chooses else ("full",))
     count, gpu = _known.parse_count(arguments.gpus)
-    preset = _presets.preset(name, gpu, settings)
+    preset = _preset(arguments, name, gpu)
     return preset.losses(remats), preset.make_state, preset.batch(arguments.rows * count), None
 
 
@@ -249,23 +243,15 @@ def _models_of(arguments: argparse.Namespace) -> dict[str, Given]:
             own = _models.of_function(name, dict(arguments.settings))
             models[name] = own[:3] if own[3] is None else own  # type: ignore  # checked later
         else:
-            _refuse_compute(arguments, name)
-            changed = _presets.preset(name, fields=dict(arguments.settings))
-            models[" ".join([name, *(f"{k}={v}" for k, v in arguments.settings)])] = changed
+            title = " ".join([name, *(f"{k}={v}" for k, v in arguments.settings)])
+            models[title] = _preset(arguments, name)
     return models
 
 
-def _refuse_compute(arguments: argparse.Namespace, preset: str) -> None:
+def _preset(arguments: argparse.Namespace, name: str, gpu: Gpu | None = None) -> Gpt:
     if arguments.compute is not None:
         raise ValueError(
-            f"--compute is for module:function, and {preset!r} computes in the 16 bits of the GPU. "
+            f"--compute is for module:function, and {name!r} computes in the 16 bits of the GPU. "
             "Leave it out."
         )
-
-
-def _show(arguments: argparse.Namespace, data: object, text: str) -> None:
-    if arguments.json:
-        text = json.dumps(data, indent=1, default=str)
-    elif sys.stdout.isatty():
-        text = f"{text}\n\n{arguments.hint}"
-    print(text)
+    return _presets.preset(name, gpu, dict(arguments.settings))

@@ -177,7 +177,7 @@ COMMANDS: dict[str, tuple[str, Mapping[str, str], dict[str, dict[str, Any]]]] = 
 }
 
 
-def parser(runs: Mapping[str, Callable[[argparse.Namespace], int]]) -> argparse.ArgumentParser:
+def parser(runs: Mapping[str, Callable[[argparse.Namespace], Any]]) -> argparse.ArgumentParser:
     """Returns the parser of the command line, which sets `run` to the function of a command."""
     parser = argparse.ArgumentParser(prog="zerojax", description=SUMMARY)
     parser.add_argument("--version", action="version", version=zerojax.__version__)
