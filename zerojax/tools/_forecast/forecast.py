@@ -214,13 +214,7 @@ class Workload:
 
     @classmethod
     def of(
-        cls,
-        loss_fn: Any,
-        make_state: Any,
-        batch: PyTree,
-        rng: PyTree,
-        gpus: str,
-        options: WorkOptions,
+        cls, loss_fn: Any, make_state: Any, batch: PyTree, rng: PyTree, gpus: str, options: Any
     ) -> "Workload":
         """Makes one of a loss, of several, or of a step, whose options those that are not the
         defaults replace: all but the fields that its loss updates."""
@@ -238,7 +232,7 @@ class Workload:
     @functools.cached_property
     def mesh(self) -> Mesh:
         """All GPUs along one axis; where a step names levels, of hosts and the GPUs of each."""
-        axis, per_host, levels = self.options.axis, self.options.per_host, self.options.names_levels
+        axis, levels = self.options.axis, self.options.names_levels
         if axis is None:
             axis = LEVELS if levels else DEFAULT_AXIS
         names = (axis,) if isinstance(axis, str) else tuple(axis)
@@ -249,11 +243,10 @@ class Workload:
                 f"axis={axis!r} must be {one}two names: of the hosts, and of the GPUs of each. Or "
                 f"leave axis= out.{why}"
             )
-        flat = aot.mesh(self.gpus, axis_names=names[-1], per_host=per_host)
-        if len(names) == 1:
-            return flat
-        local = min(flat.size, per_host)
-        return aot.mesh(self.gpus, (flat.size // local, local), names, per_host=per_host)
+        count, per_host = _known.parse_count(self.gpus)[0], self.options.per_host
+        local = min(count, per_host) or 1
+        shape = (count,) if len(names) == 1 else (count // local, local)
+        return aot.mesh(self.gpus, shape, names, per_host=per_host)
 
     def settings(self, hidden: Iterable[str] = ()) -> list[str]:
         """Returns the options that are not the defaults, and the network if it is the user's."""
