@@ -1,4 +1,4 @@
-"""The frame of every picture: matplotlib where it is installed, a width, a legend, a file."""
+"""The frame of every picture: matplotlib if it is installed, a width, a legend, a file."""
 
 import pathlib
 import textwrap
@@ -24,7 +24,7 @@ def pyplot() -> Any:
 
 
 def check_picture(path: str) -> None:
-    """Raises where no picture can be written to `path`, before the work that it would show."""
+    """Raises if no picture can be written to `path`, before the work that it shows begins."""
     pyplot()
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -36,7 +36,7 @@ def check_picture(path: str) -> None:
 
 
 def panels(height: float, *widths: float) -> tuple[Figure, Any]:
-    """Makes a figure of panels that share their rows, and these widths; of one by default."""
+    """Makes a figure of panels that share their rows, with these widths; one panel by default."""
     return pyplot().subplots(
         ncols=len(widths) or 1,
         figsize=(INCHES, height),
@@ -54,7 +54,7 @@ def column(count: int, height: float) -> tuple[Figure, list[PlotAxes]]:
 
 
 def titled(figure: Figure, title: str, columns: int, **legend: Any) -> None:
-    """Adds a title above, and a legend of so many columns below."""
+    """Adds a title above, and a legend with this number of columns below."""
     room = int(LONGEST_LINE * figure.get_figwidth() / INCHES)
     figure.suptitle(textwrap.fill(title, room), fontsize=10)
     style = {"loc": "outside lower center", "frameon": False, "fontsize": SMALL}

@@ -102,7 +102,7 @@ REFUSED = [
     (
         fixed(accumulate=2, prefetch=0, donate=False, compiler_options=UNKNOWN),
         ValueError,
-        r"accumulate=..., prefetch=..., donate=..., compiler_options=...\). Leave that out, and",
+        r"accumulate=..., prefetch=..., donate=..., compiler_options=...\). Leave these options o",
     ),
     (
         fixed(batch_specs=PartitionSpec(None, "data")),

@@ -43,7 +43,7 @@ def test_the_table_has_a_line_for_each_cell():
         "7.5b 64xH100 2 4 - failed - - -",
     ]
     assert "Failed: 7.5b on 64xH100, stage 2, 4 rows: out of luck" in text
-    assert "Most of each GPU for 7.5b: 440 TFLOP/s, at stage 3 on 64xH100 with 4 rows." in text
+    assert "Best for 7.5b: 440 TFLOP/s of each GPU, at stage 3 on 64xH100 with 4 rows." in text
     assert "<td>max 22</td>" in made._repr_html_() and "out of luck" in made._repr_html_()
 
 
@@ -75,8 +75,8 @@ def test_the_best_is_of_one_model_and_fits():
     assert made.best("7.5b") is cells[1] and made.best("60b") is cells[3]
     assert made.best("other") is None
     nothing = fakes.cell(peak=90), fakes.cell(stage=2, peak=85), fakes.cell(failed="no luck")
-    least = "Nothing fits of 7.5b. The least is 85.0 GiB: use more GPUs, a higher"
-    assert least in text_of(*nothing) and "Nothing fits" not in text_of(nothing[2])
+    least = "7.5b fits nowhere. The least is 85.0 GiB: use more GPUs, a higher"
+    assert least in text_of(*nothing) and "fits nowhere" not in text_of(nothing[2])
 
 
 def test_it_fits_eighty_columns():

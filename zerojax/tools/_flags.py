@@ -195,7 +195,7 @@ def parser(runs: Mapping[str, Callable[[argparse.Namespace], Any]]) -> argparse.
             "--explain",
             action="version",
             version=f"{explained}\n\n{without}",
-            help="say what each column of the table is, and do nothing else",
+            help="explain the columns of the table, and exit",
         )
         command.add_argument("--json", action="store_true", help="print JSON")
         if "--gpus" in flags:

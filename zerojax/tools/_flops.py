@@ -14,7 +14,7 @@ def jaxpr_flops(jaxpr: Jaxpr) -> float:
 
 
 def matmul_dtypes(jaxpr: Jaxpr) -> set[str]:
-    """Returns the dtypes of what matmuls multiply, at any depth."""
+    """Returns the dtypes of the operands of matmuls, at any depth."""
     found: set[str] = set()
     for eqn in jaxpr.eqns:
         if inner := _compat.inner_jaxprs(eqn):
@@ -34,7 +34,7 @@ def _flops(eqn: JaxprEqn) -> float:
         kernel, output = type_of(eqn.invars[1]), type_of(eqn.outvars[0])
         features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2.0 * output.size * (kernel.size / features)
-    if name.startswith(_compat.ATTENTION):  # as without a kernel: what a mask hides counts, too
+    if name.startswith(_compat.ATTENTION):  # as without a kernel: masked entries count, too
         query, key = type_of(eqn.invars[0]), type_of(eqn.invars[1])
         keys = key.shape[_compat.sequence_dim(eqn)]
         return 4.0 * query.size * keys

@@ -24,13 +24,13 @@ RATE = "_per_second"
 
 
 class Meter:
-    """Counts a loop's steps, and logs their metrics, speed and memory every so many of them.
+    """Counts a loop's steps, and logs their metrics, speed and memory at intervals.
 
-    What it logs are floats by name: the scalars of a step's metrics (`loss`, `grad_norm`,
-    `aux/accuracy`), and of the steps since the last log `step_seconds`, `tokens_per_second` and the
-    like by `per_step`, `mfu` by `flops` on GPUs that zerojax knows, and `memory_bytes`: the peak of
-    process 0's first device, on CPUs its live arrays. Evaluation and saves between steps count.
-    The first step compiles, and is logged without its speed.
+    It logs floats by name. The scalars of a step's metrics come first (`loss`, `grad_norm`,
+    `aux/accuracy`). The steps since the last log give `step_seconds`, by `per_step`
+    `tokens_per_second` and the like, and by `flops` the `mfu`, on GPUs that zerojax knows;
+    evaluation and saves between steps count. `memory_bytes` is the peak of process 0's first
+    device, on CPUs the bytes of its live arrays. The first step compiles, so its log has no speed.
 
     Metrics are read once the next step runs, so that devices never wait for the log. Of several
     processes, only process 0 reads, logs and shows.
@@ -159,7 +159,7 @@ class Meter:
 
 
 def _devices(metrics: PyTree) -> list[Device] | None:
-    """Returns the devices of a step, which all have its metrics; None if these are no arrays."""
+    """Returns the devices of a step, which all have its metrics; None if these are not arrays."""
     arrays = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
     return list({device for array in arrays for device in array.sharding.device_set}) or None
 
@@ -193,8 +193,8 @@ def _shown(values: Mapping[str, float], between: str) -> str:
 def device_bytes() -> int:
     """Returns the peak memory of this process's first device; on CPUs, its live arrays.
 
-    CPUs do not report a peak. What is live between steps is the state, which a stage shards; what
-    of it rests in host memory does not count, as on GPUs.
+    CPUs do not report a peak. Between steps only the state is live, which a stage shards; state in
+    host memory does not count, as on GPUs.
     """
     device = jax.local_devices()[0]
     stats = device.memory_stats()

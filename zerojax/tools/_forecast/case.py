@@ -147,7 +147,7 @@ CASE_COLUMNS = {
     ),
     "remat": Column(
         lambda case: case.variant or "-",
-        "What backward computes again (of a preset: full, dots or none), or the name of the loss.",
+        "How much backward recomputes (of a preset: full, dots or none), or the name of the loss.",
     ),
     "params": _bytes("parameters", "Memory of the parameters between steps."),
     "optimizer": _bytes("optimizer", "Memory of the optimizer state between steps."),
@@ -158,8 +158,8 @@ CASE_COLUMNS = {
     "fits": Column(attrgetter("fits"), "Whether the peak is within the memory that is usable."),
     "spare": _bytes("spare", "The usable memory that is left at the peak."),
     ON_HOST: _bytes("on_host", "State and activations in the memory of the host."),
-    "sent, host": _bytes("link_bytes", "What a GPU sends in a step to others of its host."),
-    "sent, network": _bytes("network_bytes", "What a GPU sends in a step to other hosts."),
+    "sent, host": _bytes("link_bytes", "The bytes that a GPU sends in a step inside its host."),
+    "sent, network": _bytes("network_bytes", "The bytes that it sends in a step to other hosts."),
     "step": _time("step_seconds", "The time of a step, modelled by replaying XLA's schedule."),
     "exposed": _time(
         "exposed_seconds",
@@ -174,7 +174,7 @@ CASE_COLUMNS = {
     ),
     "MFU": Column(
         attrgetter("mfu"),
-        "The FLOPs that the model needs, without what is computed again, of those of the GPUs.",
+        "The FLOPs that the model needs, without recomputation, as a share of the GPUs' peak.",
         "{:.1%}".format,
     ),
 }

@@ -245,22 +245,15 @@ def choose(
             "with mutable= and tx= where the step has them; to --choose, return (loss_fn, "
             "make_state, batch), with a TrainState from make_state."
         )
-    options = WorkOptions(
-        tx=tx,
-        mutable=mutable,
-        precision=precision,
-        tokens=tokens,
-        rates=rates,
-        per_host=per_host,
-        axis=axis,
-    )
+    shared: dict[str, Any] = {"tx": tx, "mutable": mutable, "precision": precision, "axis": axis}
+    options = WorkOptions(tokens=tokens, rates=rates, per_host=per_host, **shared)
     work = Workload.of(loss_fn, make_state, batch, rng, gpus, options)
     if named := [f"{name}=..." for name in work.own if name not in KEPT]:
         rows = " choose splits batches along their first dimension." * ("batch_specs" in work.own)
         raise ValueError(
-            "choose takes a step of nnx with its loss and precision= only, and this one is "
-            f"train_step(loss_fn, {', '.join(named)}).{rows} Leave that out, and add what choose "
-            "does not find to the step that it prints."
+            "choose takes only the loss and precision= of a step of nnx, and this one is "
+            f"train_step(loss_fn, {', '.join(named)}).{rows} Leave these options out, and add to "
+            "the step that choose prints those that it does not find."
         )
     tried = Search(work).run(lossy)
     return Choice(gpus, work.options, tried, is_nnx=is_of_nnx(loss_fn))

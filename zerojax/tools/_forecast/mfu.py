@@ -20,8 +20,8 @@ from zerojax.tools._hlo import gpus as _known
 def step_flops(step: Step, state: PyTree, batch: PyTree, rng: PyTree = None) -> float:
     """Counts the FLOPs that a step needs on all devices: three times those of forward's matmuls.
 
-    They are counted in the loss as it is written: what backward computes again does not count, but
-    gradients of frozen parameters do, although none are made. The model FLOP/s utilization is
+    It counts the loss as you wrote it: recomputation in backward does not count, but gradients of
+    frozen parameters do, although the step makes none. The model FLOP/s utilization is
     `step_flops(...) / (seconds * peak_flops())`.
 
     Arguments:
@@ -48,7 +48,7 @@ def step_flops(step: Step, state: PyTree, batch: PyTree, rng: PyTree = None) -> 
 def peak_flops(devices: Sequence[Device] | None = None) -> float | None:
     """Adds up the data-sheet FLOP/s of the devices, dense and in 16 bits; by default, of all.
 
-    Returns None where one of them is no GPU that zerojax knows.
+    Returns None if zerojax does not know one of them.
 
     Example:
         >>> print(zerojax.tools.peak_flops())  # of emulated CPU devices

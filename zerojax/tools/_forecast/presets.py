@@ -1,4 +1,4 @@
-"""Models by size, the ZeRO paper's runs among them, to forecast without writing one."""
+"""Models by size, among them the ZeRO paper's, so that you can forecast without writing one."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ ATTENTIONS = ("xla", "cudnn")
 @dataclasses.dataclass(frozen=True)
 class Gpt:
     """A GPT-2: stacked layers in a scan, fp32 parameters cast to `compute`, learned positions, tied
-    embeddings. What a layer computes has names, by which `remat` may say what is kept."""
+    embeddings. The arrays of a layer have names: `remat` may name those to keep for backward."""
 
     layers: int
     hidden: int
@@ -33,7 +33,7 @@ class Gpt:
     compute: DTypeLike = jnp.bfloat16
     attention: str = "xla"  # "cudnn" is the fused kernel of GPUs
 
-    named: ClassVar = ("qkv", "attended", "proj", "up", "down")  # what a layer computes
+    named: ClassVar = ("qkv", "attended", "proj", "up", "down")  # the arrays of a layer
 
     def dims(self) -> PyTree:
         """Returns the shape of every parameter; those of `blocks` begin with the layers."""
@@ -74,7 +74,7 @@ class Gpt:
         return losses.mean()
 
     def _rematted(self, remat: str) -> Callable[..., PyTree]:
-        """Returns a layer that keeps for backward what `remat` says."""
+        """Returns a layer that keeps for backward only as much as `remat` says."""
         kept = remat.split("+")
         if remat == "none":
             return self.layer
@@ -86,7 +86,7 @@ class Gpt:
             policy = jax.checkpoint_policies.save_only_these_names(*kept)
         else:
             raise ValueError(
-                f"no remat {remat!r}. Name one of {', '.join(REMATS)}, or what is kept for "
+                f"no remat {remat!r}. Name one of {', '.join(REMATS)}, or the arrays to keep for "
                 f"backward, joined by +: {', '.join(self.named)}."
             )
         return jax.checkpoint(self.layer, policy=policy)
@@ -157,12 +157,11 @@ class Llama(Gpt):
 
 @dataclasses.dataclass(frozen=True)
 class Mixtral(Llama):
-    """A Llama whose every token goes to the `top` of several experts, by a router.
+    """A Llama with several experts, to the `top` of which a router sends each token.
 
-    In each sequence an expert has room for as many tokens as would come if all experts got the same
-    number, times `room`; further ones get nothing of it. So a step computes, and counts, as many
-    FLOPs as if each token went to its `top` experts, on whichever GPUs. There is no loss that
-    balances experts.
+    An expert has room for the tokens of a sequence that it would get if all experts got the same
+    number, times `room`; it leaves out further ones. So a step computes, and counts, the FLOPs of
+    `top` experts a token, on any GPUs. No loss balances the experts.
     """
 
     experts: int = 8
@@ -263,10 +262,10 @@ def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _dispatched(experts: jax.Array, count: int, room: int) -> tuple[jax.Array, jax.Array]:
-    """Gives the tokens of a sequence their slots in the experts that they chose, (tokens, top).
+    """Gives the tokens of a sequence slots in the experts of their choice, (tokens, top).
 
-    Returns the token in each slot, and the slot for each choice; numbers out of range where a slot
-    stays empty or an expert is full.
+    Returns the token in each slot, and the slot for each choice. Where a slot stays empty, or an
+    expert is full, the number is out of range.
     """
     tokens, top = experts.shape
     chosen = jax.nn.one_hot(experts.reshape(-1), count, dtype=jnp.int32)

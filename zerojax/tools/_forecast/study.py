@@ -23,9 +23,9 @@ from zerojax.tools._forecast.models import Given, checked_models
 from zerojax.tools._forecast.picture import LARGEST
 from zerojax.tools._forecast.presets import Gpt
 
-GROWS = 1.01  # what counts as more throughput of each GPU
+GROWS = 1.01  # how much more counts as growth of the throughput of each GPU
 DOUBLINGS = 14
-FIRST_ROWS = 4  # of each microbatch, that are tried first
+FIRST_ROWS = 4  # of each microbatch: the search for the largest begins there
 
 
 def _number(value: float) -> str:
@@ -44,7 +44,7 @@ STUDY_COLUMNS = {
     "peak": CASE_COLUMNS["peak"]._replace(value=lambda case: None if case.failed else case.peak),
     "TFLOP/s": Column(
         lambda case: case.tflops if case.fits else "failed" if case.failed else "no room",
-        "What each GPU does of the FLOPs that the model needs, without what is computed again.",
+        "The FLOPs that the model needs, without recomputation, as each GPU does them.",
         _number,
     ),
     "MFU": CASE_COLUMNS["MFU"]._replace(value=lambda case: case.mfu if case.fits else None),
@@ -63,15 +63,15 @@ STUDY_COLUMNS = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Study(Printed):
-    """The result of `zerojax.tools.study`: print or `plot` it. `cases` are those of forecasts, in
-    the order that was asked for: by model, then by GPUs, stages and rows."""
+    """The result of `zerojax.tools.study`: print or `plot` it. `cases` are in the order that you
+    asked for: by model, then by GPUs, stages and rows."""
 
     cases: tuple[Case, ...]
 
     @property
     def super_linear(self) -> list[tuple[Case, Case]]:
-        """The models and stages of which more GPUs do more each, with the largest rows: on the
-        fewest GPUs and on the most."""
+        """The models and stages where each GPU does more among more GPUs, with the largest rows:
+        their cases on the fewest GPUs and on the most."""
         lines: dict[tuple, list[Case]] = {}
         for case in sorted(self.cases, key=lambda case: case.count):
             if case.asked == LARGEST and case.fits:
@@ -80,7 +80,7 @@ class Study(Printed):
         return [(first, last) for first, last in ends if last.tflops > GROWS * first.tflops]
 
     def best(self, model: str) -> Case | None:
-        """The case in which each GPU does most for a model; None where none fits."""
+        """The case of a model in which each GPU does most; None where none fits."""
         fit = (case for case in self.cases if case.model == model and case.fits)
         return max(fit, key=lambda case: case.tflops, default=None)
 
@@ -115,14 +115,14 @@ class Study(Printed):
             compiled = [case for case in self.cases if case.model == model and not case.failed]
             if best := self.best(model):
                 yield (
-                    f"Most of each GPU for {model}: {_number(best.tflops)} TFLOP/s, at stage "
+                    f"Best for {model}: {_number(best.tflops)} TFLOP/s of each GPU, at stage "
                     f"{best.stage} on {best.gpus} with {best.rows} rows."
                 )
             elif compiled:
                 least = human_bytes(min(case.peak for case in compiled))
                 yield (
-                    f"Nothing fits of {model}. The least is {least}: use more GPUs, a higher "
-                    "stage, fewer rows, or the host's memory (offload=)."
+                    f"{model} fits nowhere. The least is {least}: use more GPUs, a higher stage, "
+                    "fewer rows, or the host's memory (offload=)."
                 )
         yield from (_growth(*ends) for ends in self.super_linear)
 
