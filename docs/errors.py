@@ -16,7 +16,6 @@ PAGES = {
     "_kernel": ("Loops over layers", "limits.md"),
     "tools/_forecast": ("Forecasts", "gpus.md#gpus-that-you-do-not-have"),
     "tools/_forecast/choose": ("The fastest way", "gpus.md#which-way-is-fastest"),
-    "tools/_forecast/models": ("Your own model", "gpus.md#your-own-model"),
     "tools/_forecast/study": ("Studies", "study.md"),
     "tools/_forecast/presets": ("The command line", "gpus.md#gpus-that-you-do-not-have"),
     "tools/_hlo": ("GPUs", "gpus.md#which-gpus-are-known"),

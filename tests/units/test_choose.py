@@ -2,8 +2,8 @@
 
 import pytest
 
-from zerojax.tools._forecast import ways as _ways
-from zerojax.tools._forecast.ways import AMSP, GPU_AXIS, HSDP, WayToTrain as Way
+from zerojax.tools._forecast import choose as _choose
+from zerojax.tools._forecast.choose import AMSP, GPU_AXIS, HSDP, WayToTrain as Way
 
 WEIGHTS, GRADS, PARAMETERS = 800.0, 400.0, 1600.0
 CODE, QUARTER = (1 + 4 / 256) / 2, (0.5 + 4 / 256) / 2  # of 16 bits, with a share of a scale
@@ -31,7 +31,7 @@ BOTH = 2 * WEIGHTS + GRADS
     ids=str,
 )
 def test_bytes_sent_are_those_of_the_guide(way, inside, between):
-    assert _ways.sent(way, WEIGHTS, GRADS, PARAMETERS) == pytest.approx((inside, between))
+    assert _choose.sent(way, WEIGHTS, GRADS, PARAMETERS) == pytest.approx((inside, between))
 
 
 def test_gradients_wait_for_what_is_not_updated_in_backward():
@@ -52,13 +52,13 @@ def test_gradients_wait_for_what_is_not_updated_in_backward():
 
 
 def test_ways_are_valid_and_each_is_there_once():
-    ways = list(_ways.ways(["a", "b"], [1, 4], several_hosts=True, lossy=True))
+    ways = list(_choose.ways(["a", "b"], [1, 4], several_hosts=True, lossy=True))
     assert len(ways) == len(set(ways))
     assert {way.variant for way in ways} == {"a", "b"}
     assert all(way.stage == 3 for way in ways if way.offload or way.groups or not way.is_exact)
     assert all(way.accumulate > 1 for way in ways if way.order == "layers")
     assert not any(way.reduce and not way.gather for way in ways)
-    exact = list(_ways.ways(["a", "b"], [1, 4], several_hosts=True, lossy=False))
+    exact = list(_choose.ways(["a", "b"], [1, 4], several_hosts=True, lossy=False))
     assert exact == [way for way in ways if way.is_exact]
-    one_host = list(_ways.ways(["a"], [1], several_hosts=False, lossy=True))
+    one_host = list(_choose.ways(["a"], [1], several_hosts=False, lossy=True))
     assert not any(way.names_levels or not way.is_exact for way in one_host)

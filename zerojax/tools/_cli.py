@@ -6,6 +6,7 @@ with 2 on bad input.
 
 import argparse
 import dataclasses
+import importlib
 import inspect
 import itertools
 import json
@@ -14,7 +15,7 @@ import pathlib
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -24,16 +25,11 @@ from zerojax import _figures, tools as _tools
 from zerojax._kernel.places import groups_of
 from zerojax._plan.precision import Precision
 from zerojax._table import Table, fitted, paragraphs
+from zerojax._types import PyTree
 from zerojax.tools._audit.report import Report, check_limits
 from zerojax.tools._flags import parser
-from zerojax.tools._forecast import (
-    cache as _cache,
-    models as _models,
-    network as _network,
-    presets as _presets,
-)
-from zerojax.tools._forecast.forecast import WorkOptions, each_once
-from zerojax.tools._forecast.models import Given, Ingredients
+from zerojax.tools._forecast import cache as _cache, network as _network, presets as _presets
+from zerojax.tools._forecast.forecast import Loss, WorkOptions, each_once
 from zerojax.tools._forecast.presets import Gpt
 from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
@@ -47,6 +43,9 @@ OF_MODELS |= {"settings", "master", "compute", "gather", "reduce"}
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 
 
+RETURNS = "(loss_fn, make_state, batch) or (loss_fn, make_state, batch, rng)"
+# The loss or several, make_state, the batch, and a key if the loss takes one.
+Ingredients = tuple[Loss | Mapping[str, Loss], Callable[[], PyTree], PyTree, PyTree]
 Outcome: TypeAlias = tuple[Any, object, str, bool]
 
 
@@ -227,7 +226,7 @@ def _rates(arguments: argparse.Namespace, gpu: Gpu) -> Rates | None:
 def _model(arguments: argparse.Namespace) -> Ingredients:
     name = arguments.model
     if ":" in name:
-        return _models.of_function(name, dict(arguments.settings))
+        return _of_function(name, dict(arguments.settings))
     chooses, remats = getattr(arguments, "choose", False), getattr(arguments, "remat", None)
     remats = remats or (_presets.REMATS if chooses else ("full",))
     count, gpu = _known.parse_count(arguments.gpus)
@@ -235,13 +234,13 @@ def _model(arguments: argparse.Namespace) -> Ingredients:
     return preset.losses(remats), preset.make_state, preset.batch(arguments.rows * count), None
 
 
-def _models_of(arguments: argparse.Namespace) -> dict[str, Given]:
+def _models_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the models of a study by name; presets with other fields are named with these."""
-    models: dict[str, Given] = {}
+    models: dict[str, Any] = {}
     for name in arguments.models:
         if ":" in name:
-            own = _models.of_function(name, dict(arguments.settings))
-            models[name] = own[:3] if own[3] is None else own  # type: ignore  # checked later
+            own = _of_function(name, dict(arguments.settings))
+            models[name] = own[:3] if own[3] is None else own  # checked later
         else:
             title = " ".join([name, *(f"{k}={v}" for k, v in arguments.settings)])
             models[title] = _preset(arguments, name)
@@ -255,3 +254,32 @@ def _preset(arguments: argparse.Namespace, name: str, gpu: Gpu | None = None) ->
             "Leave it out."
         )
     return _presets.preset(name, gpu, dict(arguments.settings))
+
+
+def _of_function(name: str, arguments: Mapping[str, object]) -> Ingredients:
+    """Calls module:function, or file.py:function."""
+    module, _, function = name.rpartition(":")
+    folder = os.getcwd()
+    if module.endswith(".py"):  # as Python runs a script: it can import the files beside it
+        path = pathlib.Path(module).absolute()
+        folder, module = str(path.parent), path.stem
+    sys.path.insert(0, folder)
+    try:
+        call = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ValueError(
+            f"{name} cannot be imported: {error}. Name module:function, seen from this directory, "
+            f"or file.py:function, where function() returns {RETURNS}."
+        ) from None
+    signature = inspect.signature(call)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{name}{signature}: {error}. Pass its arguments by --set name=value."
+        ) from None
+    ingredients = call(**arguments)
+    if not isinstance(ingredients, tuple) or len(ingredients) not in (3, 4):
+        size = f" of {len(ingredients)}" if isinstance(ingredients, tuple) else ""
+        raise ValueError(f"{name} returned {type(ingredients).__name__}{size}. Return {RETURNS}.")
+    return ingredients if len(ingredients) == 4 else (*ingredients, None)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,11 @@ from zerojax.tools._audit import audit as _audit
 from zerojax.tools._forecast import cache as _cache
 from zerojax.tools._forecast.case import Case, Forecast
 from zerojax.tools._forecast.mfu import needed_flops
-from zerojax.tools._forecast.models import Loss, NnxStep, taken_apart
 from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
 
+Loss: TypeAlias = Callable[..., PyTree]
+NnxStep: TypeAlias = Callable[..., PyTree]  # whose own type would import flax.nnx
 STAGES = (0, 1, 2, 3)
 MANY_LAYERS = 8
 LEVELS = "node", "gpu"  # axes of the hosts, and of the GPUs of each
@@ -200,6 +201,40 @@ def gpu_of(gpus: str, rates: Rates | None) -> Gpu:
     return gpu if rates is None else dataclasses.replace(gpu, given_rates=rates)
 
 
+def is_of_nnx(loss_fn: object) -> bool:
+    return hasattr(loss_fn, "_unmade")  # flax.nnx is not imported for those who have none
+
+
+def _taken_apart(
+    loss_fn: Any, make_state: Any, rng: PyTree
+) -> tuple[dict[str, Loss], Any, PyTree, dict[str, Any]]:
+    """Returns losses by name, the function that makes a state, a key, and the options of a step.
+
+    A step stands for its loss, with the options that are not the defaults. One of nnx comes with a
+    function that makes a model and its optimizer.
+    """
+    if is_of_nnx(loss_fn):
+        loss_fn, make_state, rng = loss_fn._unmade(make_state, rng)
+    if isinstance(loss_fn, Step):
+        options, usual = loss_fn.recipe.options, TrainOptions()
+        if not options.differentiates:
+            raise TypeError(
+                "a step of eval_step trains nothing, and forecasts are of training steps. Pass the "
+                "loss, or a step of train_step."
+            )
+        names = [field.name for field in dataclasses.fields(options) if field.name != "plan"]
+        own = {k: v for k in names if (v := getattr(options, k)) != getattr(usual, k)}
+        return {"": loss_fn.recipe.loss_fn}, make_state, rng, own
+    losses = loss_fn if isinstance(loss_fn, Mapping) else {"": loss_fn}
+    # Each step has a state and options of its own, which losses do not.
+    if named := [name for name, one in losses.items() if is_of_nnx(one) or isinstance(one, Step)]:
+        raise TypeError(
+            f"a dict has several losses, and {named[0]!r} is a step. Pass one step, not in a dict, "
+            "and others each in a call of its own."
+        )
+    return dict(losses), make_state, rng, {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """A model on some GPUs, and the options of its steps."""
@@ -220,7 +255,7 @@ class Workload:
         defaults replace: all but the fields that its loss updates."""
         gpu_of(gpus, options.rates)
         _check(make_state, batch, options.tokens)
-        losses, make_state, rng, own = taken_apart(loss_fn, make_state, rng)
+        losses, make_state, rng, own = _taken_apart(loss_fn, make_state, rng)
         fields = {"mutable": own["mutable"]} if "mutable" in own else {}
         options = dataclasses.replace(options, **own | changed_options(options) | fields)
         return cls(losses, make_state, batch, rng, gpus, options, own)

@@ -6,26 +6,38 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from zerojax import aot
+from zerojax import _figures, aot
 from zerojax._declared import option, takes
-from zerojax._figures import Figure
+from zerojax._figures import Figure, PlotAxes
 from zerojax._progress import progress
 from zerojax._table import Column, Printed, Table, human_bytes
-from zerojax.tools._forecast import cache as _cache, picture as _picture, presets as _presets
+from zerojax._types import PyTree
+from zerojax.tools._forecast import cache as _cache, presets as _presets
 from zerojax.tools._forecast.case import CASE_COLUMNS, Case
-from zerojax.tools._forecast.forecast import STAGES, Workload, WorkOptions, each_once, gpu_of
-from zerojax.tools._forecast.models import Given, checked_models
-from zerojax.tools._forecast.picture import LARGEST
+from zerojax.tools._forecast.forecast import (
+    STAGES,
+    Loss,
+    NnxStep,
+    Workload,
+    WorkOptions,
+    each_once,
+    gpu_of,
+)
 from zerojax.tools._forecast.presets import Gpt
 
+LARGEST = "largest"  # as many rows as fit
 GROWS = 1.01  # how much more counts as growth of the throughput of each GPU
 DOUBLINGS = 14
 FIRST_ROWS = 4  # of each microbatch: the search for the largest begins there
+OWN = "(loss_fn, make_state, batch), with a function batch(rows) that returns a global batch"
+# A preset or its name; or a loss and make_state, or a step of nnx and the function that makes its
+# model and optimizer, and a function of the rows of a global batch.
+Given: TypeAlias = str | Gpt | tuple[Loss | NnxStep, Callable[[], PyTree], Callable[[int], PyTree]]
 
 
 def _number(value: float) -> str:
@@ -90,7 +102,7 @@ class Study(Printed):
     def plot(self, path: str | None = None) -> Figure:
         """Draws with matplotlib, for each model, how throughput changes with the number of GPUs;
         saves the figure to `path`. It is narrow, to be read on a phone."""
-        return _picture.draw(self.cases, path)
+        return _draw(self.cases, path)
 
     def table(self) -> Table:
         settings = dict.fromkeys(case.settings for case in self.cases if case.settings)
@@ -207,7 +219,7 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
         >>> [(case.gpus, case.fits) for case in study.cases]
         [('8xH100', True), ('16xH100', True)]
     """
-    models = checked_models(models)
+    models = _checked(models)
     sizes, stages, rows = map(each_once, (options.gpus, options.stages, options.rows))
     if not (sizes and stages and rows):
         raise ValueError(f"nothing to try: gpus={sizes}, stages={stages}, rows={rows}.")
@@ -247,6 +259,20 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
     with _cache.kept(_cache.folder() if options.cache else None, lines=False):
         cases = progress(cells, lambda at: f"compiling {_named(*at)}", lambda at: cell(*at))
     return Study(tuple(cases))
+
+
+def _checked(models: str | Sequence[str] | Mapping[str, Given]) -> Mapping[str, Given]:
+    """Returns the models by name, with presets looked up."""
+    if not isinstance(models, Mapping):
+        models = {name: name for name in ([models] if isinstance(models, str) else models)}
+    if not models:
+        raise ValueError("no models. Name one or several presets, or pass a dict of your own.")
+    named = {k: _presets.preset(v) if isinstance(v, str) else v for k, v in models.items()}
+    for name, one in named.items():
+        is_own = isinstance(one, tuple) and len(one) == 3 and all(map(callable, one))
+        if not is_own and not isinstance(one, Gpt):
+            raise ValueError(f"the model {name!r} is neither a preset nor {OWN}.")
+    return named
 
 
 def _work(
@@ -302,3 +328,65 @@ def _filling(tried: dict[int, Case]) -> float:
     (few, less), (many, more) = points[end - 1], points[end]
     slope = (more - less) / (many - few)
     return few + (case.usable - less) / slope if slope > 0 else math.inf
+
+
+# -- its picture
+
+STAGE_COLOURS = ("#7f7f7f", "#d1495b", "#edae49", "#00798c")  # which differ in grey too
+MARKERS = "osD^vP"  # by rows
+HEIGHT, POINTS = 1.9, 9  # inches of a panel, points
+EACH, MOST_ROWS = "TFLOP/s of each GPU", "rows on each GPU"
+
+
+def _draw(cases: Sequence[Case], path: str | None) -> Figure:
+    """Draws panels below each other, for each model and kind of GPU: what each GPU does, and the
+    largest rows where a study looked for them."""
+    groups: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.model, case.kind.name), []).append(case)
+    asked = list(dict.fromkeys(case.asked for case in cases))
+    shown = [EACH, MOST_ROWS] if LARGEST in asked else [EACH]
+    figure, axes = _figures.column(len(groups) * len(shown), HEIGHT)
+    panels = iter(axes)
+    for (model, kind), group in groups.items():
+        for what in shown:
+            panel = next(panels)
+            _draw_panel(panel, group, what, asked)
+            panel.set_title(f"{model}, {what}", fontsize=POINTS, loc="left")
+        panel.set_xlabel(f"{kind}s")
+    # One line for each label, of all panels.
+    handles = {line.get_label(): line for panel in axes[::-1] for line in panel.lines[::-1]}
+    title = "one training step, compiled; times modelled"
+    _figures.titled(figure, title, 2, handles=[*handles.values()][::-1], fontsize=POINTS)
+    return _figures.finished(figure, path)
+
+
+def _draw_panel(
+    axes: PlotAxes, cases: Sequence[Case], what: str, asked: Sequence[int | str]
+) -> None:
+    """Draws a line for each stage and rows, and marks at the bottom where a step does not fit."""
+    lines: dict[tuple[int, int | str], list[Case]] = {}
+    for case in sorted(cases, key=lambda case: case.count):
+        if what == EACH or case.asked == LARGEST:
+            lines.setdefault((case.stage, case.asked), []).append(case)
+    for (stage, rows), line in lines.items():
+        colour, fitting = STAGE_COLOURS[stage], [case for case in line if case.fits]
+        style = {"color": colour, "marker": MARKERS[asked.index(rows) % len(MARKERS)]}
+        # Without microbatches stages 1 and 2 are one line: the thinner one lies on the other.
+        style |= {"linestyle": "-" if rows == LARGEST else "--", "linewidth": 3.2 - 0.6 * stage}
+        values = [case.tflops if what == EACH else case.rows for case in fitting]
+        label = f"stage {stage}, {rows} rows"
+        axes.plot([case.count for case in fitting], values, label=label, **style)
+        if missing := [case.count for case in line if not case.failed and not case.fits]:
+            style = {"color": colour, "marker": "x", "linestyle": "", "clip_on": False}
+            axes.plot(missing, [0] * len(missing), label="does not fit", **style)
+    # GPUs in powers of two, with the numbers that a study has.
+    axes.set_xscale("log", base=2)
+    counts = sorted({case.count for case in cases})
+    axes.set_xticks(counts, list(map(str, counts)))
+    axes.minorticks_off()
+    drawn = [value for line in axes.lines for value in line.get_ydata()]
+    axes.set_ylim(0, 1.1 * max(drawn, default=0) or 1)
+    axes.margins(x=0.08)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", linewidth=0.4)
