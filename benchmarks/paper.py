@@ -163,7 +163,7 @@ def filled(row):
 def fits_by_formula(row):
     """Returns the parameters whose state fills a GPU, by the formula. No stage keeps gradients."""
     data = row.gpus // row.tensor
-    return row.tensor * GPU.usable / state_bytes(1, data, row.stage, grad_bytes=0)
+    return row.tensor * GPU.usable / state_bytes(1, data, row.stage, (2, 0, 12))
 
 
 def largest(peak, guess, fixed=0, room=GPU.usable, steps=100):

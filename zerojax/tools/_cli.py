@@ -36,7 +36,7 @@ from zerojax.tools._hlo.gpus import Gpu, Rates
 
 ALL_WELL, NOT_WELL, BAD_INPUT = 0, 1, 2
 GB = 1e9
-WIDTHS = ("param_bytes", "grad_bytes", "optimizer_bytes")
+PAPER = (2, 2, 12)  # bytes of a parameter, of its gradient, of its fp32 copy and Adam's moments
 # Flags that say how to compile, and not of HLO, which is compiled already.
 OF_MODELS = {field.name for field in dataclasses.fields(WorkOptions)} - {"accumulate", "per_host"}
 OF_MODELS |= {"settings", "master", "compute", "gather", "reduce"}
@@ -163,10 +163,10 @@ def table(arguments: argparse.Namespace) -> Outcome:
     7.5B on 64 devices."""
     names = "params", "devices", "stages"
     params, devices, stages = (each_once(getattr(arguments, name)) for name in names)
-    widths = {name: getattr(arguments, name) for name in WIDTHS}
+    widths = arguments.param_bytes, arguments.grad_bytes, arguments.optimizer_bytes
     header = ("parameters", "devices", *(f"stage {stage}, GB" for stage in stages))
     rows = [
-        [f"{count / 1e9:g}B", each, *(state_bytes(count, each, n, **widths) / GB for n in stages)]
+        [f"{count / 1e9:g}B", each, *(state_bytes(count, each, n, widths) / GB for n in stages)]
         for count, each in itertools.product(params, devices)
     ]
     formats = dict.fromkeys(header[2:], "{:,.2f}".format)
@@ -174,19 +174,11 @@ def table(arguments: argparse.Namespace) -> Outcome:
     return result, result.to_dict()["rows"], str(result), True
 
 
-def state_bytes(
-    params: float,
-    devices: int,
-    stage: int,
-    param_bytes: float = 2,
-    grad_bytes: float = 2,
-    optimizer_bytes: float = 12,
-) -> float:
-    """Returns the bytes of each device by the ZeRO paper's formula, for mixed-precision Adam: 2 of
-    a parameter, 2 of its gradient, 12 of its fp32 copy and moments."""
-    sharded = groups_of(stage, ("data",))
-    parts = (sharded.opt_state, optimizer_bytes), (sharded.grads, grad_bytes)
-    parts += ((sharded.params, param_bytes),)
+def state_bytes(params: float, devices: int, stage: int, widths: Sequence[float] = PAPER) -> float:
+    """Returns the bytes of each device by the ZeRO paper's formula."""
+    groups = groups_of(stage, ("data",))
+    sharded = groups.params, groups.grads, groups.opt_state
+    parts = zip(sharded, widths, strict=True)
     return sum(params * width / (devices if axes else 1) for axes, width in parts)
 
 
@@ -201,19 +193,15 @@ def _options(arguments: argparse.Namespace, function: Callable[..., Any]) -> dic
     names = [one.name for one in taken if one.kind is one.KEYWORD_ONLY]
     options: dict[str, Any] = {name: getattr(arguments, name, None) for name in names}
     gpu = _known.parse_count(each_once(arguments.gpus)[0])[1]  # of several, the first
-    options |= {"rates": _rates(arguments, gpu), "precision": _precision(arguments, gpu)}
+    narrow = {"compute": gpu.half, "param": gpu.half, "master": "float32"}
+    dtypes = {name: getattr(arguments, name) for name in ("compute", "gather", "reduce")}
+    dtypes = {name: value for name, value in dtypes.items() if value is not None}
+    dtypes = narrow | dtypes if arguments.master else dtypes
+    options["precision"] = Precision(**dtypes) if dtypes else None
+    options["rates"] = _rates(arguments, gpu)
     if _network.is_misjudged(dataclasses.replace(gpu, given_rates=options["rates"])):
         _network.tell(os.environ)
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _precision(arguments: argparse.Namespace, gpu: Gpu) -> Precision | None:
-    """Returns the precision that flags name."""
-    narrow = {"compute": gpu.half, "param": gpu.half, "master": "float32"}
-    named = narrow if arguments.master else {}
-    flags = {name: getattr(arguments, name) for name in ("compute", "gather", "reduce")}
-    named |= {name: value for name, value in flags.items() if value is not None}
-    return Precision(**named) if named else None
 
 
 def _rates(arguments: argparse.Namespace, gpu: Gpu) -> Rates | None:

@@ -13,20 +13,17 @@ import zerojax
 from zerojax import aot
 from zerojax._table import Table
 from zerojax.tools._audit.report import TRAFFIC_EXPLAINED
-from zerojax.tools._forecast.case import CASE_COLUMNS
+from zerojax.tools._forecast.case import CASE_COLUMNS, STAGE
 from zerojax.tools._forecast.forecast import STAGES, WorkOptions
 from zerojax.tools._forecast.presets import PRESETS
 from zerojax.tools._forecast.study import STUDY_COLUMNS
 
 SUMMARY = "ZeRO for JAX: forecast, study, audit, table. Tables fit the terminal, or COLUMNS."
 OWN_MODEL = "module:function or file.py:function"
-SHARDED = "nothing", "optimizer state", "optimizer state and gradients", "all"
 TABLE_EXPLAINED = {
     "parameters": "The parameters of the model, in billions.",
     "devices": "How many devices share the training state.",
-} | {
-    f"stage {stage}, GB": f"The training state of each device, in 1e9 bytes. Sharded: {what}."
-    for stage, what in zip(STAGES, SHARDED, strict=True)
+    **{f"stage {stage}, GB": f"The state of a device, in 1e9 bytes. {STAGE}" for stage in STAGES},
 }
 
 

@@ -140,7 +140,11 @@ class Meter:
             # are faster than the loop, that would leave a step out.
             at_once = step == self.done and not waits
             passed = started - its_start if at_once else now - its_end
-            values |= self._speed(passed / (step - before), _devices(metrics))
+            seconds = passed / (step - before)
+            values["step_seconds"] = seconds
+            values |= {f"{unit}{RATE}": count / seconds for unit, count in self._per_step.items()}
+            if self._flops and (peak := peak_flops(_devices(metrics))):
+                values["mfu"] = self._flops / seconds / peak
         self._last = step, started, now
         values["memory_bytes"] = device_bytes()
         if self._bar is not None:
@@ -148,14 +152,6 @@ class Meter:
         elif self._prints:
             print(f"step {step} of {self.steps}: {_shown(values, ' ')}", flush=True)
         self._on_log(step, values)
-
-    def _speed(self, seconds: float, devices: list[Device] | None) -> Values:
-        speed = {"step_seconds": seconds}
-        speed |= {f"{unit}{RATE}": count / seconds for unit, count in self._per_step.items()}
-        peak = peak_flops(devices)
-        if peak and self._flops:
-            speed["mfu"] = self._flops / seconds / peak
-        return speed
 
 
 def _devices(metrics: PyTree) -> list[Device] | None:

@@ -128,7 +128,7 @@ class Case:
 
 
 ON_HOST, HOST_WAIT = "on the host", "waits for it"  # columns of offloaded steps
-STAGE = "0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters."
+STAGE = "Stage 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters."
 
 
 def _bytes(field: str, about: str) -> Column:
@@ -140,7 +140,7 @@ def _time(field: str, about: str) -> Column:
 
 
 CASE_COLUMNS = {
-    "stage": Column(attrgetter("stage"), f"The ZeRO stage: {STAGE}"),
+    "stage": Column(attrgetter("stage"), STAGE),
     "accumulate": Column(
         lambda case: f"{case.accumulate}{case.in_layers}",
         "Microbatches of a step; 'layers' where all of them pass a layer before the next one.",
@@ -158,8 +158,8 @@ CASE_COLUMNS = {
     "fits": Column(attrgetter("fits"), "Whether the peak is within the memory that is usable."),
     "spare": _bytes("spare", "The usable memory that is left at the peak."),
     ON_HOST: _bytes("on_host", "State and activations in the memory of the host."),
-    "sent, host": _bytes("link_bytes", "The bytes that a GPU sends in a step inside its host."),
-    "sent, network": _bytes("network_bytes", "The bytes that it sends in a step to other hosts."),
+    "sent, host": _bytes("link_bytes", "Bytes that a GPU sends in a step inside its host."),
+    "sent, network": _bytes("network_bytes", "Bytes that a GPU sends in a step to other hosts."),
     "step": _time("step_seconds", "The time of a step, modelled by replaying XLA's schedule."),
     "exposed": _time(
         "exposed_seconds",

@@ -394,7 +394,10 @@ class Search:
             arguments = [aot.batch(one, plan) for one in (work.batch, work.rng) if one is not None]
             step = work.step(losses[0], plan).without_options
             step.trace(plan.abstract(), *arguments)
-        every = ways(losses, self.counts(), levels, lossy)
+        rows = next(x.shape[0] for x in jax.tree.leaves(self.work.batch) if x.shape)
+        powers = (2**k for k in range(MOST_MICROBATCHES.bit_length()))
+        counts = [count for count in powers if count == 1 or rows % (count * self.devices) == 0]
+        every = ways(losses, counts, levels, lossy)
         if self.devices == 1:  # where all stages are one
             every = (way for way in every if way.stage == 3)
         for variant in losses:
@@ -402,12 +405,6 @@ class Search:
         ranked = sorted(map(self.estimated, every), key=lambda one: one.rank)
         self.compile_best(ranked)
         return tuple(dataclasses.replace(one, case=self.compiled.get(one.way)) for one in ranked)
-
-    def counts(self) -> list[int]:
-        """Returns the numbers of microbatches that the batch divides into."""
-        rows = next(x.shape[0] for x in jax.tree.leaves(self.work.batch) if x.shape)
-        powers = (2**k for k in range(MOST_MICROBATCHES.bit_length()))
-        return [count for count in powers if count == 1 or rows % (count * self.devices) == 0]
 
     def compile_best(self, ranked: Sequence[Tried]) -> None:
         """Compiles the best ways of each kind that fit by the plan, while they may be faster than
@@ -426,17 +423,10 @@ class Search:
             for family in itertools.islice(families.values(), most):
                 fits = (case for case in self.compiled.values() if case.fits)
                 fastest = min((case.step_seconds for case in fits), default=math.inf)
-                if family[0].estimate < FASTER * fastest:
-                    self._compile_family(family)
-
-    def _compile_family(self, family: Sequence[Tried]) -> None:
-        """Compiles the best of a family, or the next one with less memory until one fits."""
-        peak = math.inf
-        for one in family:
-            if one.peak < peak and len(self.compiled) < MOST_COMPILED:
-                if self.case(one.way).fits:
-                    return
-                peak = 0.9 * one.peak
+                peak = math.inf if family[0].estimate < FASTER * fastest else 0
+                for one in family:  # the next one needs less memory, until one fits
+                    if one.peak < peak and len(self.compiled) < MOST_COMPILED:
+                        peak = 0 if self.case(one.way).fits else 0.9 * one.peak
 
     def of(self, way: WayToTrain) -> Workload:
         options = way.options(self.work.options.precision)

@@ -16,7 +16,6 @@ from zerojax.tools._hlo.gpus import Gpu
 SLOW = 25  # GB/s
 FLAG = "--xla_gpu_analytical_latency_estimator_options=nic_speed_gbps=3"
 OPTION = FLAG.removeprefix("--").partition("=")[0]
-WHY_SLOW = "XLA takes network cards for 50 GB/s, and starts collectives too late for slower ones"
 
 
 def tell(environ: MutableMapping[str, str]) -> None:
@@ -39,4 +38,7 @@ def advice(gpu: Gpu, environ: Mapping[str, str]) -> str:
     told = re.search(rf"--{OPTION}=\S*\bnic_speed_gbps=([\d.]+)", environ.get("XLA_FLAGS", ""))
     if told and float(told[1]) < SLOW:
         return f"Compiled with {told[0]} in XLA_FLAGS: set it on your hosts too."
-    return f"{WHY_SLOW}: put {FLAG} into XLA_FLAGS before Python starts, here and on your hosts."
+    return (
+        "XLA assumes network cards of 50 GB/s, and starts collectives too late for slower ones: "
+        f"put {FLAG} into XLA_FLAGS before Python starts, here and on your hosts."
+    )

@@ -102,7 +102,24 @@ class Study(Printed):
     def plot(self, path: str | None = None) -> Figure:
         """Draws with matplotlib, for each model, how throughput changes with the number of GPUs;
         saves the figure to `path`. It is narrow, to be read on a phone."""
-        return _draw(self.cases, path)
+        groups: dict[tuple[str, str], list[Case]] = {}
+        for case in self.cases:
+            groups.setdefault((case.model, case.kind.name), []).append(case)
+        asked = list(dict.fromkeys(case.asked for case in self.cases))
+        shown = [EACH, MOST_ROWS] if LARGEST in asked else [EACH]
+        figure, axes = _figures.column(len(groups) * len(shown), HEIGHT)
+        panels = iter(axes)
+        for (model, kind), group in groups.items():
+            for what in shown:
+                panel = next(panels)
+                _draw_panel(panel, group, what, asked)
+                panel.set_title(f"{model}, {what}", fontsize=POINTS, loc="left")
+            panel.set_xlabel(f"{kind}s")
+        # One line for each label, of all panels.
+        handles = {line.get_label(): line for panel in axes[::-1] for line in panel.lines[::-1]}
+        title = "one training step, compiled; times modelled"
+        _figures.titled(figure, title, 2, handles=[*handles.values()][::-1], fontsize=POINTS)
+        return _figures.finished(figure, path)
 
     def table(self) -> Table:
         settings = dict.fromkeys(case.settings for case in self.cases if case.settings)
@@ -336,29 +353,6 @@ STAGE_COLOURS = ("#7f7f7f", "#d1495b", "#edae49", "#00798c")  # which differ in 
 MARKERS = "osD^vP"  # by rows
 HEIGHT, POINTS = 1.9, 9  # inches of a panel, points
 EACH, MOST_ROWS = "TFLOP/s of each GPU", "rows on each GPU"
-
-
-def _draw(cases: Sequence[Case], path: str | None) -> Figure:
-    """Draws panels below each other, for each model and kind of GPU: what each GPU does, and the
-    largest rows where a study looked for them."""
-    groups: dict[tuple[str, str], list[Case]] = {}
-    for case in cases:
-        groups.setdefault((case.model, case.kind.name), []).append(case)
-    asked = list(dict.fromkeys(case.asked for case in cases))
-    shown = [EACH, MOST_ROWS] if LARGEST in asked else [EACH]
-    figure, axes = _figures.column(len(groups) * len(shown), HEIGHT)
-    panels = iter(axes)
-    for (model, kind), group in groups.items():
-        for what in shown:
-            panel = next(panels)
-            _draw_panel(panel, group, what, asked)
-            panel.set_title(f"{model}, {what}", fontsize=POINTS, loc="left")
-        panel.set_xlabel(f"{kind}s")
-    # One line for each label, of all panels.
-    handles = {line.get_label(): line for panel in axes[::-1] for line in panel.lines[::-1]}
-    title = "one training step, compiled; times modelled"
-    _figures.titled(figure, title, 2, handles=[*handles.values()][::-1], fontsize=POINTS)
-    return _figures.finished(figure, path)
 
 
 def _draw_panel(
