@@ -16,7 +16,6 @@ import jax
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh
 
-from zerojax import _compat
 from zerojax._kernel.jaxprs import is_var, type_of
 from zerojax._types import PyTree
 from zerojax._update import rules as _rules
@@ -36,12 +35,12 @@ class Update:
     def __init__(
         self, function: Callable[[list], list], shapes: list[PyTree], identity: Hashable = None
     ) -> None:
-        self.function, self.shapes, self.identity = jax.jit(function), shapes, identity
+        self.function, self.shapes, self.identity = function, shapes, identity
 
     def traced(self, shapes: Sequence[PyTree]) -> Flat:
         """Returns the update as a program, without operations whose results nothing reads."""
-        jaxpr, consts = _compat.opened(self.function.trace(list(shapes)).jaxpr)
-        program = _rules.flat(jaxpr, consts)
+        closed = jax.make_jaxpr(self.function)(list(shapes))
+        program = _rules.flat(closed.jaxpr, closed.consts)
         return program.cut(program.outvars)
 
 
