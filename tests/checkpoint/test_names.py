@@ -107,7 +107,7 @@ MISTAKES = [
     ({"embedd": "wte"}, "'embedd', which is not a parameter. Paths are such as cls, embed"),
     ({"layers/q/kernel": "m.{}.{}.{}.{}.{}"}, r"each \{\} there must count.* is \[3, 16, 2, 4\]"),
     ({"layers/q/bias": ("m.{}.qk.bias", "d -> d")}, "1 axes.*, 1 count layers. Name each"),
-    ({"cls": "wte"}, "embed and cls are both in wte, but their parts do not cover it"),
+    ({"cls": "wte"}, "wte would consist of embed, cls, which do not cover it"),
     ({"up_0": "first"}, r"up_0 twice, as 'up_\{\}' and as 'up_0'. Leave one out"),
     (laid("a b c -> a b c"), r"embed 3 axes, in 'a b c -> a b c', but it is \[24,"),
     (laid("a b -> b a"), r"wte is \[24, 16\] in the.*should be \[16, 24\].*Pass like="),
@@ -139,7 +139,7 @@ REFUSED = [
     ({"e": ONE}, {"e": "h.{n}"}, r"has 'e': 'h.\{n\}'. Write only \{\} .*from \{0\}"),
     ({"e": ONE}, {"e": "h.{}.{0}"}, "or number all"),
     ({"e_0": ONE}, {"e_{}": "m.{}.{}"}, r"Number them, the path's first: 'layer.\{1\}.expert"),
-    ({"k": ONE[:4], "q": ONE[:8, :8]}, CORNERS, "k and q are both in t, but their parts do not"),
+    ({"k": ONE[:4], "q": ONE[:8, :8]}, CORNERS, "t would consist of k, q, which do not"),
     (
         {"k": FLOAT8, "q": FLOAT8.astype("float8_e5m2")},
         HALVES,

@@ -134,9 +134,9 @@ def sources(names: Names, shapes: Mapping[str, Shape]) -> dict[str, list[Source]
         alike = len({(one.full, one.outer) for one in parts}) == 1
         if not alike or have != [(part, of) for part in range(of)]:
             raise ValueError(
-                f"{' and '.join(dict.fromkeys(one.leaf for one in parts))} are both in {name}, but "
-                "their parts do not cover it exactly once. Rename one, or name all parts in names=:"
-                " '(0/2 out) in -> in out' and '(1/2 out) in -> in out'."
+                f"{name} would consist of {', '.join(dict.fromkeys(one.leaf for one in parts))}, "
+                "which do not cover it exactly once. Rename one, or name all parts in names=: "
+                "'(0/2 out) in -> in out' and '(1/2 out) in -> in out'."
             )
     return dict(by_tensor)
 
