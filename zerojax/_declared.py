@@ -11,10 +11,12 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 A = TypeVar("A")
-S = TypeVar("S")
+B = TypeVar("B")
+C = TypeVar("C")
+S = TypeVar("S", covariant=True)
 R = TypeVar("R")
 P = ParamSpec("P")
 HERE = "{options}"  # where a docstring gets the help of the options
@@ -47,9 +49,22 @@ class Options:
                 object.__setattr__(self, field.name, check(value))
 
 
-def takes(
-    options: Callable[P, S],
-) -> Callable[[Callable[[A, S], R]], Callable[Concatenate[A, P], R]]:
+class _Takes(Protocol[P, S]):
+    """Gives a function of one, two or three arguments the options as further ones."""
+
+    @overload
+    def __call__(self, function: Callable[[A, S], R], /) -> Callable[Concatenate[A, P], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[A, B, S], R], /
+    ) -> Callable[Concatenate[A, B, P], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[A, B, C, S], R], /
+    ) -> Callable[Concatenate[A, B, C, P], R]: ...
+
+
+def takes(options: Callable[P, S]) -> _Takes[P, S]:
     """Lets callers pass options one by one to a function that receives them as its last argument.
 
     The signature of the dataclass shows each option to type checkers, editors, `help` and

@@ -11,7 +11,6 @@ from etils import epath
 from jax.sharding import SingleDeviceSharding
 
 from zerojax._checkpoint import files as _files
-from zerojax._declared import switch
 from zerojax._plan import move as _move
 from zerojax._plan.padding import Shape
 from zerojax._state import state as _state
@@ -73,7 +72,8 @@ def match(
     `shapes` are the logical shapes of padded leaves, which files hold without padding. `theirs` are
     the names in the files, where they differ, and `left_over` those that become no leaf.
     """
-    switch("cast")(cast)
+    if not isinstance(cast, bool):
+        raise TypeError(f"cast={cast!r} must be True or False.")
     finds(ignore, "", "ignore=")  # raises for a wrong pattern
     names = {leaf.name for leaf in leaves}
     wanted = {leaf.name: leaf.value for leaf in leaves if not is_kept(leaf, keep)}

@@ -89,7 +89,7 @@ def _role_by_spec(path: tuple, value: Argument, spec: object, over: str | tuple[
         dims = [dim for dim, entry in enumerate(spec) if entry]
         if not dims:
             return Role(REPLICATED)
-        if len(dims) == 1 and dims[0] < jnp.ndim(value) and spec[dims[0]] in (over, (over,)):
+        if len(dims) == 1 and dims[0] < len(jnp.shape(value)) and spec[dims[0]] in (over, (over,)):
             return Role(BATCH, dims[0])
     raise ValueError(
         f"batch_specs= has {spec!r} for {_name(path)} of shape {jnp.shape(value)}, and batches are "

@@ -64,7 +64,7 @@ def initialize(
         return jax.process_count()
     if elastic:
         jax.config.update("jax_enable_recoverability", True)
-    timeout = {"heartbeat_timeout_seconds": heartbeat_timeout_seconds}
+    timeout: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat_timeout_seconds}
     _AGAIN.update(timeout, local_device_ids=local_device_ids)
     named = {"coordinator_address": coordinator_address, "num_processes": num_processes}
     named |= {"process_id": process_id, "local_device_ids": local_device_ids}

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, ParamSpec
+from typing import ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +38,7 @@ P = ParamSpec("P")
 F = Callable[..., PyTree]
 
 
-def _takes(
-    options: Callable[P, Any],
-) -> Callable[[F], Callable[Concatenate[F, Plan, P], F]]:
-    """Has type checkers see the options, as `takes` does, after two arguments."""
-    return takes(options)  # type: ignore[reportReturnType]
-
-
-@_takes(ValueOptions)
+@takes(ValueOptions)
 def value_and_grad(
     loss_fn: Callable[..., PyTree], plan: Plan, options: ValueOptions
 ) -> Callable[..., PyTree]:

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from zerojax._declared import switch
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields, without_fields
@@ -79,7 +78,8 @@ def verify(
         True
     """
     recipe = _recipe_of(step if like is None else like)
-    switch("whole_batch")(whole_batch)
+    if not isinstance(whole_batch, bool):
+        raise TypeError(f"whole_batch={whole_batch!r} must be True or False.")
     is_number = isinstance(tolerance, int | float | np.number)
     if tolerance is not None and not (is_number and tolerance >= 0):
         raise ValueError(
