@@ -167,8 +167,10 @@ def test_a_hostile_header_is_an_error(tmp_path):
 
 
 MISSING = r", which .*index\.json names, is missing\. Export it again"
+OUTSIDE = "is damaged .*outside its directory"
 INDEXES = [
-    ({"a": "/etc/passwd"}, "/etc/passwd is truncated or damaged"),
+    ({"a": "/etc/passwd"}, OUTSIDE),
+    ({"a": "../x"}, OUTSIDE),
     ({"a": 3}, r"is damaged \(.*int\W*\)\. Export it again"),
     ({"a": ""}, MISSING),
     ({"a": "a\0b"}, MISSING),

@@ -109,6 +109,8 @@ def stored_files(path: str) -> list[str]:
         raise ValueError(f"{there}. Pass a directory with {INDEX}, or one file.")
     try:
         names = sorted(set(json.loads(pathlib.Path(index).read_bytes())["weight_map"].values()))
+        if outside := [name for name in names if os.path.basename(name) != name]:
+            raise ValueError(f"it names {outside[0]!r}, outside its directory")
         files = [os.path.join(path, name) for name in names]
     except _files.DAMAGE as error:
         raise ValueError(f"{index} is damaged ({error}). Export it again.") from error
