@@ -21,12 +21,13 @@ LISTING = "zerojax_checksums.json"
 IGNORED = "ignore::pytest.PytestUnraisableExceptionWarning"
 
 HOSTILE = ["[" * 10**5, "[1]", '{"_METADATA": 3}', '{"_METADATA": [1, 2, 3]}', '{"a": [1, 2]']
+OUTSIDE = ['{"../x": [1, 2]}', '{"/dev/zero": [1, 2]}']
 
 
 def test_a_list_of_checksums_is_there_and_as_it_was_written(tmp_path):
     zerojax.save(tmp_path / "c", STATE, step=3)
     listing = tmp_path / "c" / LISTING
-    for text in HOSTILE:
+    for text in HOSTILE + OUTSIDE:
         listing.write_text(text)
         with pytest.raises(ValueError, match=rf"{LISTING} is not the list.*Restore another"):
             zerojax.restore(tmp_path / "c", STATE)

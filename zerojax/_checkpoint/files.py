@@ -267,7 +267,8 @@ def _size_and_crc(file: epath.Path) -> list[int]:
 
 
 def _damage(directory: epath.Path, name: str, size: int, crc: int) -> str | None:
-    file = directory / name
+    if ".." in (file := directory / name).parts or directory not in file.parents:
+        raise ValueError(f"{name} is outside of the checkpoint")
     if not file.exists():
         return f"{file} is missing"
     now = _size_and_crc(file)
