@@ -1,7 +1,7 @@
 """Compiled steps on disk: one run of the command line reads what an earlier one has compiled.
 
-JAX's own cache keeps executables, which cannot be loaded where there is no GPU. An audit reads no
-more of a compiled step than this keeps: the text of the program, and what the compiler said.
+JAX's own cache keeps executables, which cannot be loaded without a GPU. An audit needs only the
+text of a program, its memory and the compiler's warnings, so only these are kept.
 """
 
 import contextlib

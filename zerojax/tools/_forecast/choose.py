@@ -41,9 +41,9 @@ MOST_MICROBATCHES = 16
 KEPT = ("precision", "mutable", "tx")  # the options of a step of nnx that a choice keeps
 EXACT_FAMILIES, LOSSY_FAMILIES = 4, 2  # how many families of ways of each kind are compiled
 MOST_COMPILED = 9
-FASTER = 0.99  # of a time: a compiled way may be as fast, and a quantized one that is chosen is
+FASTER = 0.99  # of a time: ways that may take less are compiled, quantized ones that do are chosen
 SETTING = 1e-3  # of a step's time: what a setting must gain
-ROUGHLY = 1.1  # the error of memory by the plan: what needs more of the GPU is not compiled
+ROUGHLY = 1.1  # the error of memory by the plan: ways that need more of the GPU are not compiled
 CODING = 0.03  # of compute: what encoding and decoding add, of 7.5B on 64 H100s
 
 
@@ -90,9 +90,9 @@ class WayToTrain:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients wait for the update: elementwise ones run in backward by default where
-        state is in host memory, or weights rest whole and are sharded for the update. In AMSP's
-        groups they go on at once to the optimizer's shards, and are as small."""
+        """Whether gradients wait for the update. By default an elementwise update runs in backward
+        where state is in host memory, or where weights rest whole and the update is sharded. With
+        AMSP's groups, gradients go on to the optimizer's shards at once, and are as small."""
         at_once = self.offload or self.stage in (1, 2) or self.groups == AMSP
         return self.accumulate > 1 or not at_once
 
@@ -126,8 +126,8 @@ class WayToTrain:
 def ways(
     variants: Sequence[str], accumulate: Sequence[int], several_hosts: bool, lossy: bool
 ) -> Iterator[WayToTrain]:
-    """Returns all ways that may be the fastest: state goes to the host only at stage 3, and
-    quantized values only where there is a network."""
+    """Returns all ways that may be the fastest. State goes to the host only at stage 3; only ways
+    over several hosts are quantized."""
     layouts: list[dict[str, Any]] = [{"stage": stage} for stage in STAGES]
     layouts += [{"offload": (OPT_STATE,)}, {"offload": (OPT_STATE, PARAMS)}]
     if several_hosts:
@@ -143,8 +143,8 @@ def ways(
 
 
 def sent(way: WayToTrain, weights: float, grads: float, parameters: float) -> tuple[float, float]:
-    """Returns the bytes that leave a GPU in a step for those of its host, and for other hosts if
-    each of these had one GPU: `weights` are those of one gather, `grads` of one reduction."""
+    """Returns the bytes that a GPU sends in a step inside its host, and to other hosts if each had
+    one GPU. `weights` are the bytes of one gather, `grads` those of one reduction."""
     gather, reduce = weights * QUANTIZED[way.gather], grads * QUANTIZED[way.reduce]
     inside = way.rounds * (2 * gather + grads)
     if way.groups == HSDP:
@@ -155,7 +155,7 @@ def sent(way: WayToTrain, weights: float, grads: float, parameters: float) -> tu
         once = grads * (way.rounds if way.stage == 2 else 1)
         total = 2 * grads if way.stage == 0 else once + parameters
         return total, total
-    # Kept in the node, weights come into it once a step.
+    # A node that keeps weights gets them once a step.
     gathers = 1 if way.regather == GPU_AXIS else 2 * way.rounds
     return inside, gathers * gather + way.rounds * reduce
 
@@ -398,7 +398,7 @@ class Search:
         powers = (2**k for k in range(MOST_MICROBATCHES.bit_length()))
         counts = [count for count in powers if count == 1 or rows % (count * self.devices) == 0]
         every = ways(losses, counts, levels, lossy)
-        if self.devices == 1:  # where all stages are one
+        if self.devices == 1:  # where all stages are the same
             every = (way for way in every if way.stage == 3)
         for variant in losses:
             self.case(WayToTrain(variant))

@@ -151,7 +151,7 @@ def forecast(
 
 
 def each_once(values: Any) -> list[Any]:
-    """Returns one or several as a list, each once; a text is one."""
+    """Returns one value or several as a list without duplicates; a string is one value."""
     several = isinstance(values, Iterable) and not isinstance(values, str)
     return list(dict.fromkeys(values if several else [values]))
 
@@ -251,8 +251,8 @@ class Workload:
     def of(
         cls, loss_fn: Any, make_state: Any, batch: PyTree, rng: PyTree, gpus: str, options: Any
     ) -> "Workload":
-        """Makes one of a loss, of several, or of a step, whose options those that are not the
-        defaults replace: all but the fields that its loss updates."""
+        """Makes a workload of a loss, of several, or of a step. Options that are not the defaults
+        replace those of the step, except for the fields that its loss updates."""
         gpu_of(gpus, options.rates)
         _check(make_state, batch, options.tokens)
         losses, make_state, rng, own = _taken_apart(loss_fn, make_state, rng)
@@ -284,7 +284,7 @@ class Workload:
         return aot.mesh(self.gpus, shape, names, per_host=per_host)
 
     def settings(self, hidden: Iterable[str] = ()) -> list[str]:
-        """Returns the options that are not the defaults, and the network if it is the user's."""
+        """Returns the options that are not the defaults, and the network if the user named it."""
         shown = [
             f"{name}={as_python(value) if name == 'precision' else repr(value)}"
             for name, value in changed_options(self.options).items()
