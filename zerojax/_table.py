@@ -16,7 +16,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 TEXT = str | bool  # what is aligned at the left
 Cell = TEXT | float | None  # numbers have a format; None is printed as "-"
@@ -97,14 +97,6 @@ def _hanging(line: str, room: int) -> str:
     return "\n".join(_wrap(line, room, subsequent_indent=" " * indent))
 
 
-class Column(NamedTuple):
-    """A column of a table: its value for an item, a sentence about it, how numbers are printed."""
-
-    value: Callable[[Any], Cell]
-    about: str = ""
-    form: Callable[[Any], str] = str
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Table:
     """Rows below a header: prints on a terminal, in a log and in a notebook; `to_dict` is for JSON.
@@ -134,10 +126,11 @@ class Table:
     keys: int = 1
 
     @classmethod
-    def of(cls, columns: Mapping[str, Column], items: Iterable[Any], **options: Any) -> "Table":
-        """Makes a table with a row for each item."""
-        formats = {title: column.form for title, column in columns.items()}
-        rows = [[column.value(item) for column in columns.values()] for item in items]
+    def of(cls, columns: Mapping[str, tuple], items: Iterable[Any], **options: Any) -> "Table":
+        """Makes a table with a row for each item. A column is a function of an item, and the format
+        of its numbers."""
+        formats = {title: column[1] for title, column in columns.items()}
+        rows = [[value(item) for value, *_ in columns.values()] for item in items]
         return cls(list(columns), rows, formats=formats, **options)
 
     def __str__(self) -> str:

@@ -116,7 +116,7 @@ A_PRESET = f"a model by size ({', '.join(PRESETS)})"
 COMMANDS: dict[str, tuple[str, Mapping[str, str], dict[str, dict[str, Any]]]] = {
     "forecast": (
         "forecasts memory, traffic and speed of a step, by compiling it",
-        {title: column.about for title, column in CASE_COLUMNS.items()},
+        {title: about for title, (_, _, about) in CASE_COLUMNS.items()},
         {
             "model": {"help": f"{A_PRESET}, {OWN_MODEL}"},
             **OF_STEPS,
@@ -131,7 +131,7 @@ COMMANDS: dict[str, tuple[str, Mapping[str, str], dict[str, dict[str, Any]]]] = 
     ),
     "study": (
         "forecasts models on several numbers of GPUs: how throughput scales",
-        {title: column.about for title, column in STUDY_COLUMNS.items()},
+        {title: about for title, (_, _, about) in STUDY_COLUMNS.items()},
         {
             "models": {"help": f"{A_PRESET}, or {OWN_MODEL}", "metavar": "model", **_several},
             **OF_STEPS,

@@ -12,7 +12,8 @@ from zerojax._plan import offload as _offload
 from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._step.step_options import LAYERS, MICROBATCHES
-from zerojax._table import Column, Printed, Table, human_bytes, human_time
+from zerojax._table import Printed, Table, human_bytes, human_time
+from zerojax._update import offload as _offload
 from zerojax.tools._audit.report import Report
 from zerojax.tools._forecast import network as _network
 from zerojax.tools._hlo import gpus as _known
@@ -131,22 +132,25 @@ ON_HOST, HOST_WAIT = "on the host", "waits for it"  # columns of offloaded steps
 STAGE = "Stage 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters."
 
 
-def _bytes(field: str, about: str) -> Column:
-    return Column(attrgetter(field), about, human_bytes)
+def _bytes(field: str, about: str) -> tuple:
+    return attrgetter(field), human_bytes, about
 
 
-def _time(field: str, about: str) -> Column:
-    return Column(attrgetter(field), about, human_time)
+def _time(field: str, about: str) -> tuple:
+    return attrgetter(field), human_time, about
 
 
-CASE_COLUMNS = {
-    "stage": Column(attrgetter("stage"), STAGE),
-    "accumulate": Column(
+# By title: a function of a case, the format of numbers, and a sentence.
+CASE_COLUMNS: dict[str, tuple] = {
+    "stage": (attrgetter("stage"), str, STAGE),
+    "accumulate": (
         lambda case: f"{case.accumulate}{case.in_layers}",
+        str,
         "Microbatches of a step; 'layers' where all of them pass a layer before the next one.",
     ),
-    "remat": Column(
+    "remat": (
         lambda case: case.variant or "-",
+        str,
         "How much backward recomputes (of a preset: full, dots or none), or the name of the loss.",
     ),
     "params": _bytes("parameters", "Memory of the parameters between steps."),
@@ -155,7 +159,7 @@ CASE_COLUMNS = {
     "activations": _bytes("activations", "Activations and gathered weights at the peak."),
     "formula": _bytes("formula", "The state and its gradients by the plan, as the paper counts."),
     "peak": _bytes("peak", "The most memory that the step needs at a time, by the compiler."),
-    "fits": Column(attrgetter("fits"), "Whether the peak is within the memory that is usable."),
+    "fits": (attrgetter("fits"), str, "Whether the peak is within the memory that is usable."),
     "spare": _bytes("spare", "The usable memory that is left at the peak."),
     ON_HOST: _bytes("on_host", "State and activations in the memory of the host."),
     "sent, host": _bytes("link_bytes", "Bytes that a GPU sends in a step inside its host."),
@@ -167,15 +171,15 @@ CASE_COLUMNS = {
         "also for copies from and to the host's memory.",
     ),
     HOST_WAIT: _time("waited_seconds", "The part of the step in which the GPU waits for copies."),
-    "tokens/s": Column(
+    "tokens/s": (
         attrgetter("tokens_per_second"),
-        "The tokens of all GPUs together in a second.",
         "{:,.0f}".format,
+        "The tokens of all GPUs together in a second.",
     ),
-    "MFU": Column(
+    "MFU": (
         attrgetter("mfu"),
-        "The FLOPs that the model needs, without recomputation, as a share of the GPUs' peak.",
         "{:.1%}".format,
+        "The FLOPs that the model needs, without recomputation, as a share of the GPUs' peak.",
     ),
 }
 

@@ -20,7 +20,7 @@ from zerojax._progress import working
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._step.step import Step
 from zerojax._step.step_options import LAYERS, MICROBATCHES
-from zerojax._table import Column, Printed, Table, human_bytes, human_time
+from zerojax._table import Printed, Table, human_bytes, human_time
 from zerojax._types import PyTree
 from zerojax.tools._forecast.case import Case, matmuls_of, told_to_hosts
 from zerojax.tools._forecast.forecast import (
@@ -190,16 +190,14 @@ class Tried:
 
 
 CHOICE_COLUMNS = {
-    "": Column(lambda one: str(one.way)),
-    "at least": Column(attrgetter("estimate"), form=human_time),
-    "step": Column(attrgetter("case.step_seconds"), form=human_time),
-    "exposed": Column(
-        lambda one: one.case.exposed_seconds + one.case.waited_seconds, form=human_time
-    ),
-    "tokens/s": Column(attrgetter("case.tokens_per_second"), form="{:,.0f}".format),
-    "MFU": Column(attrgetter("case.mfu"), form="{:.1%}".format),
-    "peak": Column(attrgetter("case.peak"), form=human_bytes),
-    "fits": Column(attrgetter("case.fits")),
+    "": (lambda one: str(one.way), str),
+    "at least": (attrgetter("estimate"), human_time),
+    "step": (attrgetter("case.step_seconds"), human_time),
+    "exposed": (lambda one: one.case.exposed_seconds + one.case.waited_seconds, human_time),
+    "tokens/s": (attrgetter("case.tokens_per_second"), "{:,.0f}".format),
+    "MFU": (attrgetter("case.mfu"), "{:.1%}".format),
+    "peak": (attrgetter("case.peak"), human_bytes),
+    "fits": (attrgetter("case.fits"), str),
 }
 
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import jax
@@ -15,7 +16,7 @@ from zerojax import _figures, aot
 from zerojax._declared import option, takes
 from zerojax._figures import Figure, PlotAxes
 from zerojax._progress import progress
-from zerojax._table import Column, Printed, Table, human_bytes
+from zerojax._table import Printed, Table, human_bytes
 from zerojax._types import PyTree
 from zerojax.tools._forecast import cache as _cache, presets as _presets
 from zerojax.tools._forecast.case import CASE_COLUMNS, Case
@@ -45,30 +46,34 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-STUDY_COLUMNS = {
-    "model": Column(lambda case: case.model, "The model: a preset, or one of your own."),
-    "GPUs": Column(lambda case: case.gpus, "How many of which GPU."),
+def _if_it_fits(title: str) -> tuple:
+    value, *others = CASE_COLUMNS[title]
+    return lambda case: value(case) if case.fits else None, *others
+
+
+STUDY_COLUMNS: dict[str, tuple] = {
+    "model": (attrgetter("model"), str, "The model: a preset, or one of your own."),
+    "GPUs": (attrgetter("gpus"), str, "How many of which GPU."),
     "stage": CASE_COLUMNS["stage"],
-    "rows": Column(
+    "rows": (
         lambda case: f"max {case.rows or ''}".rstrip() if case.asked == LARGEST else case.asked,
+        str,
         "Rows of the batch, such as sequences, on each GPU; 'max': the most that fit.",
     ),
-    "peak": CASE_COLUMNS["peak"]._replace(value=lambda case: None if case.failed else case.peak),
-    "TFLOP/s": Column(
+    "peak": (lambda case: case.peak or None, *CASE_COLUMNS["peak"][1:]),
+    "TFLOP/s": (
         lambda case: case.tflops if case.fits else "failed" if case.failed else "no room",
-        "The FLOPs that the model needs, without recomputation, as each GPU does them.",
         _number,
+        "The FLOPs that the model needs, without recomputation, as each GPU does them.",
     ),
-    "MFU": CASE_COLUMNS["MFU"]._replace(value=lambda case: case.mfu if case.fits else None),
-    "tokens/s": CASE_COLUMNS["tokens/s"]._replace(
-        value=lambda case: case.tokens_per_second if case.fits else None
-    ),
-    "exposed": Column(
+    "MFU": _if_it_fits("MFU"),
+    "tokens/s": _if_it_fits("tokens/s"),
+    "exposed": (
         lambda case: (
             (case.exposed_seconds + case.waited_seconds) / case.step_seconds if case.fits else None
         ),
-        "The part of the step in which a GPU waits, for communication or for the host's memory.",
         "{:.0%}".format,
+        "The part of the step in which a GPU waits, for communication or for the host's memory.",
     ),
 }
 
