@@ -40,11 +40,11 @@ from zerojax._loss.trace import as_one_device, typed
 
 # [Note: layered accumulation]
 # This takes a loss apart at its loops over layers. The equations between two loops are a *segment*,
-# which a scan maps over the microbatches; so are those of a `jax.checkpoint`. An iteration of a
-# loop runs all microbatches through a layer, so it gathers that layer once, and reduces the sum of
-# its gradients once. Values that come from weights only stay outside of the scans, where the engine
-# finds them. The engine runs the result as any other loss, and each microbatch computes what it
-# would have computed by itself.
+# which a scan maps over the microbatches; so are those of a `jax.checkpoint` in a loop. An
+# iteration of a loop runs all microbatches through a layer, so it gathers that layer once, and
+# reduces the sum of its gradients once. Values that come from weights only stay outside of the
+# scans, where the engine finds them. The engine runs the result as any other loss, and each
+# microbatch computes what it would have computed by itself.
 
 MICROBATCH = "microbatch"  # the kind of a variable that differs by microbatch; see `pieces.py`
 Wrap = Callable[[Callable], Callable]  # goes around what a segment computes of one microbatch
@@ -117,10 +117,15 @@ class _Layered:
                 self.flush(at, self.wrap)
                 self.write(eqn.outvars, self.with_layers(eqn, kinds), MICROBATCH)
             elif MICROBATCH in kinds and eqn.primitive.name in _compat.REMAT:
-                self.flush(at, self.wrap)
+                # Outside of loops, segments are in a checkpoint anyway. On its own, this one would
+                # return its results, such as logits, of all microbatches.
+                is_inside = self.wrap is not jax.checkpoint
+                if is_inside:
+                    self.flush(at, self.wrap)
                 for inner in self.inliner.flat(self.inliner.expand(eqn)):
                     self.visit(inner)
-                self.flush(at + 1, functools.partial(_checkpointed, eqn=eqn))
+                if is_inside:
+                    self.flush(at + 1, functools.partial(_checkpointed, eqn=eqn))
             else:
                 self.visit(eqn)
         self.flush(len(self.eqns), self.wrap)
