@@ -6,7 +6,7 @@ import pytest
 
 import zerojax
 from tests import steps
-from zerojax.tools._hlo.schedule import Transfer
+from zerojax.tools._hlo.schedule import Sent
 
 MIB = 2**20  # bytes of a copy that may be anything
 TO_DEVICE, TO_HOST, IN_HOST = "to the device", "to the host", "in host memory"
@@ -41,7 +41,7 @@ def findings(report, transfers, on_host=None, temporary=0, donated=True):
 
 
 def copy(way, nbytes, by_engine=True, trips=1, asynchronous=False):
-    return Transfer("copy.1", way, nbytes, by_engine, asynchronous, trips)
+    return Sent(None, "copy.1", way, nbytes, asynchronous, trips, by_engine=by_engine)
 
 
 def test_what_travels_once_each_way_is_as_promised_and_twice_is_not(report):

@@ -219,7 +219,7 @@ SLICES = f"""
 
 def test_slices_of_host_memory_travel_both_ways_at_once():
     found = audited(module(SLICES, sliced()), HOST)
-    copies = [(c.way, c.nbytes, c.by_engine, c.asynchronous) for c in found.replay.transfers]
+    copies = [(c.kind, c.wire_bytes, c.by_engine, c.asynchronous) for c in found.replay.transfers]
     assert copies == [(TO_DEVICE, LAYER, True, True), (TO_HOST, LAYER, True, True)]
     assert found.step_seconds == found.replay.waited == pytest.approx(COPY)
     assert found.exposed_seconds == found.replay.compute == 0
@@ -253,7 +253,7 @@ def test_copies_of_whole_arrays():
   ROOT %out = ({STACK}, {STACK}, f32[8,256,256]{{0,1,2}}) tuple(%back, %twin, %flat)
 """
     replay = audited(module(entry), HOST).replay
-    found = [(one.way, one.nbytes, one.asynchronous) for one in replay.transfers]
+    found = [(one.kind, one.wire_bytes, one.asynchronous) for one in replay.transfers]
     whole = 8 * LAYER
     assert found == [(TO_DEVICE, whole, True), (TO_HOST, whole, False), (IN_HOST, whole, False)]
     assert replay.waited == pytest.approx(3 * (whole / 1e9 + 2e-6))

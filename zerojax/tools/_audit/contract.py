@@ -17,7 +17,7 @@ from zerojax._wire import codecs as _codecs
 from zerojax.tools._audit.measurement import Measurement
 from zerojax.tools._hlo.flow import ARITHMETIC
 from zerojax.tools._hlo.module import Array
-from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Collective, Transfer
+from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Sent
 
 FEW_BYTES = 4096  # a step may always reduce these: losses, norms, statistics
 BIG_ALL_REDUCE = 2**20  # the largest that is allowed without a plan
@@ -255,23 +255,24 @@ def _copies(report: Measurement, plan: Plan) -> Iterator[str]:
     for one in report.replay.transfers:
         # Where a microbatch begins and ends, outside of loops over layers, nothing else computes.
         is_slow = one.trips > report.accumulate and not (one.by_engine and one.asynchronous)
-        if one.nbytes > ANY_COPY and (one.way == IN_HOST or is_slow):
+        if one.wire_bytes > ANY_COPY and (one.kind == IN_HOST or is_slow):
             yield f"{one.name}, {human_bytes(one.total_bytes)} a step{_slow_copy(one)}"
 
 
-def _slow_copy(one: Transfer) -> str:
-    if one.way == IN_HOST:
+def _slow_copy(one: Sent) -> str:
+    if one.kind == IN_HOST:
         return (
             ", is a copy from host memory to host memory. Look for a loop that reads and writes "
             "one stack in host memory in the same turn."
         )
     if one.by_engine:
         return (
-            f" {one.way}, is a copy that the GPU waits for: nothing computes beside it. Look for a "
-            "loop that needs an array as soon as it fetches it, or sends one it has just computed."
+            f" {one.kind}, is a copy that the GPU waits for: nothing computes beside it. Look for "
+            "a loop that needs an array as soon as it fetches it, or sends one as soon as it "
+            "computes it."
         )
     return (
-        f" {one.way}, is made by a kernel, which occupies the GPU, and not by its copy engines. "
+        f" {one.kind}, is made by a kernel, which occupies the GPU, and not by its copy engines. "
         "XLA could not tell where the slice is: index stacks in host memory by the loop's own "
         "counter."
     )
@@ -280,29 +281,29 @@ def _slow_copy(one: Transfer) -> str:
 # -- reading a report
 
 
-def _of_kinds(report: Measurement, *kinds: str) -> Iterator[Collective]:
+def _of_kinds(report: Measurement, *kinds: str) -> Iterator[Sent]:
     return (one for one in report.traffic if one.kind in kinds)
 
 
-def _arrays(report: Measurement, kind: str) -> Iterator[tuple[Collective, Array]]:
+def _arrays(report: Measurement, kind: str) -> Iterator[tuple[Sent, Array]]:
     """Yields the arrays that ZeRO's collectives of a kind take."""
     ours = (one for one in _of_kinds(report, kind) if _is_ours(one, report.plan))
     return ((one, part) for one in ours for part in one.parts)
 
 
-def _is_ours(one: Collective, plan: Plan | None) -> bool:
+def _is_ours(one: Sent, plan: Plan | None) -> bool:
     """Whether a collective spans ZeRO's axes; those over other axes are the user's own."""
     if OPTIMIZER_SCOPE in one.scope.split("/"):
         return False
     return plan is None or one.axes is None or bool(set(one.axes) & set(plan.batch_axes))
 
 
-def _is_within(one: Collective, axes: Axes) -> bool:
+def _is_within(one: Sent, axes: Axes) -> bool:
     """Whether a collective spans some of these axes, and no others."""
     return one.axes is not None and set(one.axes) <= set(axes)
 
 
-def _is_known(one: Collective, within: str = "") -> bool:
+def _is_known(one: Sent, within: str = "") -> bool:
     """Whether a collective moves quantized gradients; or rows of a table, in this scope."""
     is_of_rows = _rows.ROWS_SCOPE in one.scope and within in one.scope
     return _codecs.MESSAGES_SCOPE in one.scope or is_of_rows

@@ -26,7 +26,7 @@ from zerojax.tools._hlo import flow as _flow
 from zerojax.tools._hlo.flow import ARGUMENT, ARITHMETIC, Origin, Slot
 from zerojax.tools._hlo.gpus import IN_FULL, Gpu
 from zerojax.tools._hlo.module import Array, Instruction, Module
-from zerojax.tools._hlo.schedule import LONGEST_NAME, Collective, Replay, place_of
+from zerojax.tools._hlo.schedule import LONGEST_NAME, Replay, Sent, place_of
 
 FEW = 0.01  # of the FLOPs of a step
 # Files that have no source lines of a user's, those that start a command among them.
@@ -101,7 +101,7 @@ class Measurement:
     """The cost of a compiled step."""
 
     module: Module
-    traffic: Sequence[Collective]
+    traffic: Sequence[Sent]
     memory: MemoryUse
     replay: Replay
     gpu: Gpu | None
@@ -165,7 +165,7 @@ class Measurement:
 
     def host_bytes(self, way: str) -> float:
         """The bytes that each device copies in a step, to the host or from there."""
-        return sum(one.total_bytes for one in self.replay.transfers if one.way == way)
+        return sum(one.total_bytes for one in self.replay.transfers if one.kind == way)
 
     @property
     def overlap(self) -> float | None:
@@ -197,7 +197,7 @@ class Measurement:
 class Reading:
     """A module whose arguments are known by their paths in the state, and by kind."""
 
-    def __init__(self, module: Module, plan: Plan | None, collectives: list[Collective]) -> None:
+    def __init__(self, module: Module, plan: Plan | None, collectives: list[Sent]) -> None:
         self.module, self.plan = module, plan
         self.collectives = collectives
         self.leaves = {leaf.path: leaf for leaf in plan.leaves} if plan else {}
@@ -227,7 +227,7 @@ class Reading:
             for array, of in numbers.items()
         }
 
-    def traffic(self) -> list[Collective]:
+    def traffic(self) -> list[Sent]:
         """Returns the collectives with the parameters, mesh axes and lines that they serve."""
         return [
             dataclasses.replace(
@@ -239,7 +239,7 @@ class Reading:
             for one in self.collectives
         ]
 
-    def _parts(self, one: Collective) -> Iterator[Array]:
+    def _parts(self, one: Sent) -> Iterator[Array]:
         """Yields the arrays of a collective, each with the parameters that it belongs to."""
         operands = one.instruction.operands
         origins = [labels for x in operands for labels in self.lineage.values.get(x, [])]

@@ -16,7 +16,7 @@ from zerojax._plan.show import groups_text
 from zerojax._table import Printed, Table, human_bytes, human_time
 from zerojax.tools._audit import contract as _contract
 from zerojax.tools._audit.measurement import Measurement
-from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Collective, Span
+from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Sent, Span
 
 LARGEST_SHOWN = 40  # of the printed table; to_dict has them all
 TRAFFIC_EXPLAINED = {
@@ -103,7 +103,7 @@ class Report(Printed, Measurement):
         memory, traffic = self.memory, []
         for one in self.traffic:
             fields = dataclasses.asdict(dataclasses.replace(one, instruction=None))
-            del fields["instruction"], fields["members"]
+            del fields["instruction"], fields["members"], fields["by_engine"]
             derived = {name: getattr(one, name) for name in ("group", "total_bytes", "serves")}
             traffic.append(fields | derived)
         values = vars(self).items()
@@ -241,7 +241,7 @@ class Report(Printed, Measurement):
         return lines
 
 
-def _cells(one: Collective) -> tuple[str, ...]:
+def _cells(one: Sent) -> tuple[str, ...]:
     return (
         one.kind,
         ",".join(one.dtypes),

@@ -13,7 +13,6 @@ from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._step.step_options import LAYERS, MICROBATCHES
 from zerojax._table import Printed, Table, human_bytes, human_time
-from zerojax._update import offload as _offload
 from zerojax.tools._audit.report import Report
 from zerojax.tools._forecast import network as _network
 from zerojax.tools._hlo import gpus as _known

@@ -13,6 +13,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
+from typing import Any
 
 import numpy as np
 
@@ -29,31 +30,35 @@ ADDRESSED = "dynamic_slice_config"  # XLA writes it on a slice that it can addre
 
 
 @dataclasses.dataclass
-class Collective:
-    """A collective instruction, with all the runs that the loops around it give it. Bytes are those
-    of a device, times are seconds of one run.
+class Sent:
+    """A collective, or a copy between memories, with all the runs that the loops around it give it.
+    Bytes are those of a device, times are seconds of one run.
 
     `between` is the compute scheduled between its start and done, `exposed` the time that the
     program waits for it.
     """
 
-    name: str
     instruction: Instruction
-    kind: str
-    parts: tuple[Array, ...]  # its operands
-    members: tuple[int, ...]  # of the first of the groups of devices
-    axes: tuple[str, ...] | None  # of the mesh, which groups span, where they are known
-    on_host: int  # members on the first one's host
+    name: str
+    kind: str  # of a collective, such as "all-gather"; of a copy its way, such as `TO_HOST`
     wire_bytes: float  # of one run
-    network_bytes: float  # those between hosts
-    trips: int
-    loops: tuple[str, ...]  # the `while` instructions around it, outermost first
     asynchronous: bool
-    scope: str
-    seconds: float
+    trips: int = 1
+    loops: tuple[str, ...] = ()  # the `while` instructions around it, outermost first
+    scope: str = ""
+    seconds: float = 0.0
     between: float = 0.0
     exposed: float = 0.0
-    source: str | None = None  # its line in the user's code
+    # Of a collective: its operands; the first of the groups of devices, with how many of them are
+    # on the first one's host; the mesh axes that groups span, where they are known; those of its
+    # bytes that go between hosts; its line in the user's code.
+    parts: tuple[Array, ...] = ()
+    members: tuple[int, ...] = ()
+    on_host: int = 0
+    axes: tuple[str, ...] | None = None
+    network_bytes: float = 0.0
+    source: str | None = None
+    by_engine: bool = False  # of a copy
 
     @property
     def group(self) -> int:
@@ -62,6 +67,8 @@ class Collective:
     @property
     def lanes(self) -> tuple[str, ...]:
         """The links that it uses."""
+        if not self.members:
+            return (self.kind,)
         inside = self.on_host == self.group
         return LINKS[self.on_host == 1 < self.group : 1 if inside else None]
 
@@ -91,29 +98,6 @@ def place_of(source: str | None, scope: str) -> str:
     return NOTEBOOK.sub("cell line ", source or scope)
 
 
-@dataclasses.dataclass
-class Transfer:
-    """A copy between memories, with all the runs that the loops around it give it."""
-
-    name: str
-    way: str
-    nbytes: float  # of one run
-    by_engine: bool
-    asynchronous: bool
-    trips: int = 1
-    seconds: float = 0.0  # of one run
-    between: float = 0.0
-    exposed: float = 0.0  # the time that the program waits for one run
-
-    @property
-    def lanes(self) -> tuple[str, ...]:
-        return (self.way,)
-
-    @property
-    def total_bytes(self) -> float:
-        return self.nbytes * self.trips
-
-
 @dataclasses.dataclass(frozen=True)
 class Span:
     """A piece of the timeline; in a loop, of its first iteration."""
@@ -132,8 +116,8 @@ class Replay:
 
     step: float = 0.0
     compute: float = 0.0
-    collectives: list[Collective] = dataclasses.field(default_factory=list)
-    transfers: list[Transfer] = dataclasses.field(default_factory=list)
+    collectives: list[Sent] = dataclasses.field(default_factory=list)
+    transfers: list[Sent] = dataclasses.field(default_factory=list)
     matmuls: list[Matmul] = dataclasses.field(default_factory=list)  # with all their runs
     spans: list[Span] = dataclasses.field(default_factory=list)
     unknown_loops: list[str] = dataclasses.field(default_factory=list)
@@ -183,7 +167,7 @@ class _Player:
         trips = _trips(loops)
         now = compute = 0.0  # what compute has reached, and how much of it there was
         free: dict[str, float] = collections.defaultdict(float)  # when each lane is
-        pending: dict[Instruction, tuple[Collective | Transfer, float, float]] = {}
+        pending: dict[Instruction, tuple[Sent, float, float]] = {}
         for instruction in self.module.computations[name].values():
             opcode = instruction.opcode
             if opcode.endswith("-done") and instruction.operands[0] in pending:
@@ -195,7 +179,7 @@ class _Player:
                 end = start + one.seconds
                 free |= dict.fromkeys(one.lanes, end)
                 kind = instruction.collective
-                stream = "collectives" if kind else one.lanes[0]
+                stream = "collectives" if kind else one.kind
                 self.draw(Span(origin + start, origin + end, one.name, stream, trips, kind))
                 if one.asynchronous:
                     pending[instruction] = one, end, compute
@@ -233,43 +217,42 @@ class _Player:
             getattr(before, field).extend(getattr(chosen, field))
         return elapsed, compute
 
-    def sent(
-        self, instruction: Instruction, trips: int, loops: Loops
-    ) -> Collective | Transfer | None:
+    def sent(self, instruction: Instruction, trips: int, loops: Loops) -> Sent | None:
         """Returns the collective or the copy that an instruction is, if it is one."""
-        kind = instruction.collective
-        if not kind:
-            if self.module.uses_host and (copy := transfer_of(self.module, instruction)):
-                rate = self.rates.to_host(min(self.per_host, self.module.devices))
-                copy.trips, copy.seconds = trips, copy.nbytes / rate + self.rates.host_latency
-                self.result.transfers.append(copy)
-                return copy
+        kind, into = instruction.collective, self.result.collectives
+        if kind:
+            arrays = [array for operand in instruction.operands for array in operand.arrays]
+            members, axes = group_of(instruction, self.module.devices)
+            size = len(members)
+            on_host = sum(m // self.per_host == members[0] // self.per_host for m in members)
+            nbytes = wire_bytes(kind, sum(array.nbytes for array in arrays), size)
+            seconds = self.rates.seconds(kind, nbytes, size, on_host)
+            between_hosts = nbytes * network_share(kind, size, on_host)
+            more: dict[str, Any] = {"parts": tuple(arrays), "members": members, "on_host": on_host}
+            more |= {"axes": axes, "network_bytes": between_hosts}
+        elif self.module.uses_host and (copied := copy_of(self.module, instruction)):
+            kind, nbytes, by_engine = copied
+            rate = self.rates.to_host(min(self.per_host, self.module.devices))
+            seconds = nbytes / rate + self.rates.host_latency
+            into, more = self.result.transfers, {"by_engine": by_engine}
+        else:
             return None
-        arrays = tuple(array for operand in instruction.operands for array in operand.arrays)
-        members, axes = group_of(instruction, self.module.devices)
-        size = len(members)
-        on_host = sum(m // self.per_host == members[0] // self.per_host for m in members)
-        wire = wire_bytes(kind, sum(array.nbytes for array in arrays), size)
-        one = Collective(
-            instruction.name,
+        one = Sent(
             instruction,
+            instruction.name,
             kind,
-            arrays,
-            members,
-            axes,
-            on_host,
-            wire_bytes=wire,
-            network_bytes=wire * network_share(kind, size, on_host),
-            trips=trips,
-            loops=tuple(loop.name for loop in loops),
-            asynchronous=instruction.opcode.endswith("-start"),
-            scope=instruction.op_name,
-            seconds=self.rates.seconds(kind, wire, size, on_host),
+            nbytes,
+            instruction.opcode.endswith("-start"),
+            trips,
+            tuple(loop.name for loop in loops),
+            instruction.op_name,
+            seconds,
+            **more,
         )
-        self.result.collectives.append(one)
+        into.append(one)
         return one
 
-    def wait(self, one: Collective | Transfer, now: float, end: float, origin: float) -> float:
+    def wait(self, one: Sent, now: float, end: float, origin: float) -> float:
         one.exposed = max(0.0, end - now)
         self.draw(Span(origin + now, origin + end, one.name, "exposed", one.trips))
         return max(now, end)
@@ -333,8 +316,8 @@ def _numbered(shape: list[int]) -> np.ndarray:
 # -- copies
 
 
-def transfer_of(module: Module, instruction: Instruction) -> Transfer | None:
-    """Returns the copy that an instruction makes; None for one that makes none."""
+def copy_of(module: Module, instruction: Instruction) -> tuple[str, float, bool] | None:
+    """Returns the copy that an instruction makes, as `_piece`; None for one that makes none."""
     copies = [instruction]
     if instruction.fuses:
         inside = module.computations[instruction.called[0]].values()
@@ -342,8 +325,7 @@ def transfer_of(module: Module, instruction: Instruction) -> Transfer | None:
     if not (pieces := [piece for piece in map(_piece, copies) if piece]):
         return None
     ways, nbytes, by_engine = zip(*pieces, strict=True)
-    is_async = instruction.opcode.endswith("-start")
-    return Transfer(instruction.name, ways[0], sum(nbytes), all(by_engine), is_async)
+    return ways[0], sum(nbytes), all(by_engine)
 
 
 def _piece(one: Instruction) -> tuple[str, float, bool] | None:
