@@ -83,10 +83,10 @@ def unordered(module: Any) -> tuple[int, list[str]]:
             if loop.opcode != "while" or not has_collectives(module, loop):
                 continue
             loops += 1
-            depends = {loop.name}
+            depends = {loop}
             for one in scheduled[at + 1 :]:
                 if depends.intersection(one.operands):
-                    depends.add(one.name)
+                    depends.add(one)
                 elif has_collectives(module, one):
                     found.append(one.name)
     return loops, found

@@ -67,7 +67,7 @@ def test_memory_is_the_plans_and_the_compilers_to_the_byte(row):
     assert memory.donated == stats.alias_size_in_bytes
     assert report.placement == report.kept == ()
     # CPU programs count a pointer for each output of several beside it.
-    count = len(report.module.root(report.module.entry).arrays)
+    count = len(report.module.roots[report.module.entry].arrays)
     outputs = stats.output_size_in_bytes - 8 * count * (count > 1)
     assert outputs == memory.donated + memory.outputs
     assert memory.peak == memory.state + memory.batch + memory.temporary + memory.outputs

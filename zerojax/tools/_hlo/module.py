@@ -154,8 +154,7 @@ class Instruction:
         source = self.operands[0]
         first = source.first_result
         if opcode == "get-tuple-element":
-            index = int(self.attribute(r"index=(\d+)") or 0)
-            first = sum(len(arrays_of(t)) for t in top_level_types(source.type)[:index])
+            first = arrays_before(int(self.attribute(r"index=(\d+)") or 0), source.type)
         return operands[0][first : first + count]
 
     @property
@@ -178,17 +177,15 @@ def arrays_of(type_text: str) -> list[Array]:
     ]
 
 
-def top_level_types(type_text: str) -> list[str]:
-    """Returns the members of a tuple type; any other type is its own only member."""
-    if not type_text.startswith("("):
-        return [type_text]
-    members, depth, start = [], 0, 1
+def arrays_before(index: int, type_text: str) -> int:
+    """Counts the arrays in those members of a tuple type that stand before the one at `index`."""
+    depth = members = 0
     for at, char in enumerate(type_text):
+        if members == index:
+            return len(arrays_of(type_text[:at]))
         depth += (char in "([{") - (char in ")]}")
-        if (char == "," and depth == 1) or (char == ")" and depth == 0):
-            members.append(type_text[start:at])
-            start = at + 1
-    return members
+        members += char == "," and depth == 1
+    raise ValueError(f"{type_text!r} has no member {index}")
 
 
 def _closing(text: str) -> int:
