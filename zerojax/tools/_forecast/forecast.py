@@ -181,21 +181,6 @@ def as_python(precision: Precision) -> str:
     return f"zerojax.Precision({', '.join(named)})"
 
 
-def _check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:
-    _refusals.check_state_function(
-        make_state,
-        "The loss comes first, zerojax.forecast(loss_fn, make_state, batch, gpus=...); pass a "
-        "function its arguments by lambda: make_state(key).",
-    )
-    if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
-        raise ValueError(f"tokens={tokens!r} must be positive: how many a step trains on.")
-    _refusals.check_arrays(batch, "batch")
-    if not any(map(np.ndim, jax.tree.leaves(batch))):
-        raise ValueError(
-            "the batch has no arrays with rows. Pass the global batch of one step, or its shapes."
-        )
-
-
 def gpu_of(gpus: str, rates: Rates | None) -> Gpu:
     _, gpu = _known.parse_count(gpus)
     return gpu if rates is None else dataclasses.replace(gpu, given_rates=rates)
@@ -254,7 +239,20 @@ class Workload:
         """Makes a workload of a loss, of several, or of a step. Options that are not the defaults
         replace those of the step, except for the fields that its loss updates."""
         gpu_of(gpus, options.rates)
-        _check(make_state, batch, options.tokens)
+        _refusals.check_state_function(
+            make_state,
+            "The loss comes first, zerojax.forecast(loss_fn, make_state, batch, gpus=...); pass a "
+            "function its arguments by lambda: make_state(key).",
+        )
+        tokens = options.tokens
+        if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
+            raise ValueError(f"tokens={tokens!r} must be positive: how many a step trains on.")
+        _refusals.check_arrays(batch, "batch")
+        if not any(map(np.ndim, jax.tree.leaves(batch))):
+            raise ValueError(
+                "the batch has no arrays with rows. Pass the global batch of one step, or its "
+                "shapes."
+            )
         losses, make_state, rng, own = _taken_apart(loss_fn, make_state, rng)
         fields = {"mutable": own["mutable"]} if "mutable" in own else {}
         options = dataclasses.replace(options, **own | changed_options(options) | fields)
@@ -317,6 +315,9 @@ class Workload:
             program = _cache.compiled(step, plan.abstract(), batch, rng, plan)
             report = _audit.audit(program, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
         loss, leaves = self.losses[variant], jax.tree.leaves(self.batch)
+        # Tokens, if nobody says how many: the size of the first matrix of integers.
+        matrices = (leaf for leaf in leaves if len(leaf.shape) == 2)
+        integers = (one.size for one in matrices if jnp.issubdtype(one.dtype, jnp.integer))
         flops = needed_flops(loss, plan, self.batch, self.rng, self.options.mutable) / plan.size
         plan = plan.regathering(step.recipe.options.regather)
         formula = sum(plan.bytes_per_device().values()) + plan.gradient_bytes() + plan.kept_bytes()
@@ -330,7 +331,7 @@ class Workload:
             accumulate=accumulate,
             order=order,
             examples=next(leaf.shape[0] for leaf in leaves if leaf.shape),
-            tokens=self.options.tokens or _tokens(leaves),
+            tokens=self.options.tokens or next(integers, None),
             activations=memory.activations + memory.gathered,
             formula=formula,
             usable=self.gpu.usable,
@@ -354,11 +355,3 @@ def _unrolled(plan: Plan) -> str:
         "compiles each. A scan over stacked layers (jax.lax.scan, nn.scan, nnx.scan) compiles one; "
         "fewer stages, or a model of fewer layers, take less time too."
     )
-
-
-def _tokens(leaves: list[jax.Array | jax.ShapeDtypeStruct]) -> int | None:
-    """Counts the tokens of a batch: the elements of its first matrix of integers."""
-    integers = (
-        x.size for x in leaves if len(x.shape) == 2 and jnp.issubdtype(x.dtype, jnp.integer)
-    )
-    return next(integers, None)
