@@ -1,1 +1,1 @@
-"""Numbers in few bits: stochastic rounding, codecs for the wire, sums of what comes as codes."""
+"""Codecs for the wire: numbers in few bits, and their sums."""
