@@ -231,7 +231,8 @@ def test_an_option_of_a_plan_or_a_step_is_one_of_forecasts_and_studies(run):
         fields = {field.name: field for field in dataclasses.fields(function.options)}
         for tool in (zerojax.forecast, zerojax.tools.study):
             assert fields.keys() - made_here <= inspect.signature(tool).parameters.keys()
-        flags = {f"--{name}" for name, field in fields.items() if field.metadata["flag"]}
+        flagged = [name for name, field in fields.items() if field.metadata["flag"]]
+        flags = {f"--{name.replace('_', '-')}" for name in flagged}
         for command in ("forecast", "study", "audit"):
             assert all(flag in run(command, "--help")[1] for flag in flags)
     assert flags >= {"--accumulate", "--update"}
