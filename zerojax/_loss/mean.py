@@ -1,7 +1,7 @@
 """The exact mean over the global batch without its padding, in code that sees one shard of it.
 
 A loss needs it where devices or microbatches have different numbers of true elements: an average of
-their means would weigh all of them alike. It costs 120 lines of code and, for each mean, two sums
+their means would weigh all of them alike. It costs 130 lines of code and, for each mean, two sums
 of one number over the devices.
 """
 
