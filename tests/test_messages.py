@@ -87,7 +87,7 @@ SAID = [
     (check(max_peak_bytes="1GB"), r"max_peak_bytes='1GB' must be a number of"),
     (check(min_overlap=90), r"min_overlap=90 must be.*between 0 and 1, a share"),
     (forecast("a"), r"the batch is a str, which JAX does not accept"),
-    (forecast(3), r"the batch has no rows. Pass the global batch"),
+    (forecast(3), r"the batch has no arrays with rows. Pass the global batch"),
     (forecast(tokens="x"), r"tokens='x' must be positive"),
     (forecast(rates=3), r"rates=3 must be a zerojax.tools.Rates"),
     (forecast(per_host="8"), r"hosts of '8'. Pass a multiple, or per_host="),

@@ -78,7 +78,7 @@ REFUSED = [
     (regather("bogus", FLAT | {"stage": 1}), r"names 'bogus'"),
     (regather("node", {"groups": {"params": "gpu"}}), r"Pass regather='gpu'"),
     *[(regather(names), NO_AXES) for names in ((), 1, None, ["gpu", 2])],
-    (by_hand("node"), r"from the fastest axis on\. .*: regather='gpu'"),
+    (by_hand("node"), r"the fastest axis first, .*the first of these\. Pass regather='gpu'"),
     (by_hand(("gpu", "bogus")), r"names 'bogus', and the batch is split over"),
     (nodes_step(FLAT | WRONG_PATH), NO_PATH),
     (nodes_step(FLAT, **WRONG_PATH), NO_PATH),

@@ -276,10 +276,12 @@ class Workload:
                 f"axis={axis!r} must be {one}two names: of the hosts, and of the GPUs of each. Or "
                 f"leave axis= out.{why}"
             )
-        count, per_host = _known.parse_count(self.gpus)[0], self.options.per_host
-        local = min(count, per_host) or 1
-        shape = (count,) if len(names) == 1 else (count // local, local)
-        return aot.mesh(self.gpus, shape, names, per_host=per_host)
+        per_host = self.options.per_host
+        flat = aot.mesh(self.gpus, axis_names=names[-1], per_host=per_host)
+        if len(names) == 1:
+            return flat
+        local = min(flat.size, per_host)
+        return aot.mesh(self.gpus, (flat.size // local, local), names, per_host=per_host)
 
     def settings(self, hidden: Iterable[str] = ()) -> list[str]:
         """Returns the options that are not the defaults, and the network if the user named it."""
