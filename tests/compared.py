@@ -246,6 +246,8 @@ def check_numbers(row: Row, found: Run, ends: list[End]) -> None:
     sent = set(re.findall(r"(?:weight|gradient) (\w+)", str(state.tx.plan))) & CODES
     rounds = sent | (set(row.types.values()) - CODES)
     of_state, of_params, of_metrics = COARSE if "int4" in sent else ROUNDED if rounds else EXACT
+    if row.optimizer == "adafactor" and "float8_e4m3fn" in sent:
+        of_state = COARSE[0]  # of squares, of gradients by weights that are off by 3% each
     if row.optimizer == "muon" and rounds:  # it makes a whole step of what rounding is off by
         of_params = math.inf if "int4" in sent else COARSE[1]
     for at, metrics in enumerate(found.metrics, found.first + 1):
