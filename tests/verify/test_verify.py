@@ -274,7 +274,7 @@ STEP = zerojax.train_step(masked_loss)
         ),
         (None, MASKED, {"like": masked_loss}, "does not come from zerojax.train_step"),
         (3, MASKED, {"like": STEP}, r"returned a int.*wrap yours, lambda state, batch"),
-        (STEP, {"x": X[:3], "mask": MASK[:3]}, {}, "which does not divide over 2 devices"),
+        (STEP, {"x": X[:3], "mask": MASK[:3]}, {}, "which do not divide over 2 devices"),
     ],
 )
 def test_steps_that_cannot_be_verified(step, batch, options, message):
