@@ -237,6 +237,7 @@ def check(row: Row, verified: bool = False) -> None:
 # The most error of an optimizer's state, of parameters and of metrics where something is rounded.
 # Adam, and what normalizes like it, makes steps of full size of the rounding of small gradients.
 ROUNDED, COARSE = (0.05, 0.35, 0.02), (0.3, 0.6, 0.1)
+FLOAT8 = (0.2, 0.35, 0.04)  # weights are off by 3%, gradients by more, their squares by twice that
 EXACT = (5e-5, 1e-4, 1e-5)
 CODES = {"int8", "int4", "float8_e4m3fn"}
 
@@ -245,9 +246,8 @@ def check_numbers(row: Row, found: Run, ends: list[End]) -> None:
     state = found.training.get()
     sent = set(re.findall(r"(?:weight|gradient) (\w+)", str(state.tx.plan))) & CODES
     rounds = sent | (set(row.types.values()) - CODES)
-    of_state, of_params, of_metrics = COARSE if "int4" in sent else ROUNDED if rounds else EXACT
-    if row.optimizer == "adafactor" and "float8_e4m3fn" in sent:
-        of_state = COARSE[0]  # of squares, of gradients by weights that are off by 3% each
+    limits = COARSE if "int4" in sent else FLOAT8 if "float8_e4m3fn" in sent else ROUNDED
+    of_state, of_params, of_metrics = limits if rounds else EXACT
     if row.optimizer == "muon" and rounds:  # it makes a whole step of what rounding is off by
         of_params = math.inf if "int4" in sent else COARSE[1]
     for at, metrics in enumerate(found.metrics, found.first + 1):
