@@ -54,6 +54,10 @@ SAID = [
     (train(mutable=3), r"mutable=3 does not name fields.*batch_stats"),
     (train(mutable="params"), r"names 'params', which the optimizer updates"),
     (train(regather=0), r"regather=0 must be True or False, or name the mesh axes"),
+    (
+        train(stage=3),
+        r"unexpected keyword argument 'stage'\. stage= is an option of plan and shard",
+    ),
     (train(keep_layers=0), r"keep_layers=0 must be 1 or more: the number of last layers"),
     (train(keep_layers=2, prefetch=0), r"keep_layers=2 is for .*prefetch=0 turns that off. Leave"),
     (train(donate=None), r"donate=None must be True or False"),

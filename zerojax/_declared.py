@@ -10,6 +10,7 @@ import functools
 import inspect
 import re
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
@@ -21,6 +22,7 @@ R = TypeVar("R")
 P = ParamSpec("P")
 HERE = "{options}"  # where a docstring gets the help of the options
 WIDTH = 96
+_TAKEN_BY: dict[str, list[str]] = defaultdict(list)  # the functions that take an option
 
 
 def option(
@@ -76,6 +78,8 @@ def takes(options: Callable[P, S]) -> _Takes[P, S]:
         *own, last = inspect.signature(function).parameters.values()
         fields = inspect.signature(options).parameters.values()
         signature = inspect.Signature([*own, *fields])
+        for name in inspect.signature(options).parameters:
+            _TAKEN_BY[name].append(function.__name__)
 
         @functools.wraps(function)
         def call(*args: Any, **named: Any) -> R:
@@ -85,6 +89,8 @@ def takes(options: Callable[P, S]) -> _Takes[P, S]:
                 unknown = [name for name in named if name not in signature.parameters] or [""]
                 close = difflib.get_close_matches(unknown[0], signature.parameters, n=1)
                 meant = f" Did you mean {close[0]}=?" if close else ""
+                if others := _TAKEN_BY.get(unknown[0]):
+                    meant = f" {unknown[0]}= is an option of {' and '.join(others)}."
                 raise TypeError(f"{function.__name__}: {error}.{meant}") from None
             own_values = {p.name: values.pop(p.name) for p in own if p.name in values}
             return function(**own_values, **{last.name: make(**values)})

@@ -85,7 +85,7 @@ def _of_options() -> dict[str, dict[str, Any]]:
         keywords = {"metavar": metavars.get(field.name, named)} | keywords
         if field.type is bool:
             keywords = {"action": argparse.BooleanOptionalAction}
-        text = re.split(r"[.:;](?: |$)", field.metadata["text"])[0]
+        text = re.split(r"\.(?: |$)", field.metadata["text"])[0]
         found[f"--{field.name.replace('_', '-')}"] = keywords | {"help": text.replace("%", "%%")}
     return found
 
