@@ -161,7 +161,7 @@ REFUSED = (
     Refusal({"update": ("backward",), "skip": (True,)}, r"'backward'.*skips what is not finite"),
     Refusal(
         {"codes": ("reduce=int8", INT4), "layout": (REPLICATED,)},
-        r"reduce=.*quantizes gradients sent between nodes, and groups= shards nothing over \('node',",
+        r"reduce=.*quantizes gradients sent between nodes, and groups= shards nothing over .*node",
     ),
 )
 
