@@ -1,6 +1,7 @@
 """The text of HLO modules: types, groups, where values come from, and damage that is refused."""
 
 import inspect
+import re
 
 import flax.linen as nn
 import jax
@@ -119,6 +120,10 @@ DAMAGES = {
         lambda t: t.replace("%fused_compare.1 (", "%other (", 1),
         "calls fused_compare.1, which is nowhere",
     ),
+    "no opcode": (lambda t: t.replace(" copy(", " (", 1), r"line \d+, .*: it has no opcode"),
+    "two roots": (lambda t: t.replace("\n  %", "\n  ROOT %", 1), "it is a second ROOT"),
+    "a fusion of nothing": (lambda t: t.replace(" calls=", " x=", 1), "not say what it calls"),
+    "a loop without a body": (lambda t: t.replace(" body=", " x=", 1), "not say what it calls"),
     "an open parenthesis": (
         lambda t: t.replace("parameter(0)", "parameter(0", 1),
         r"line \d+, '.*': its parentheses",
@@ -132,3 +137,9 @@ def test_damaged_text_is_refused_in_a_line(damage):
     with pytest.raises(ValueError, match=message) as caught:
         zerojax.audit(change(stored(NESTED)))
     assert "\n" not in str(caught.value)
+
+
+def test_computations_may_stand_in_any_order():
+    header, *parts = re.split(r"\n\n(?=%|ENTRY)", stored(NESTED))
+    found = [str(zerojax.audit("\n\n".join([header, *order]))) for order in (parts, parts[::-1])]
+    assert parts[-1].startswith("ENTRY") and found[0] == found[1]

@@ -217,6 +217,10 @@ class Module:
             raise ValueError("the HLO text has no ENTRY computation: was it cut off?")
         if rootless := self.computations.keys() - self.roots.keys():
             raise _damaged(f"computation {min(rootless)} has no ROOT")
+        every = [one for part in self.computations.values() for one in part.values()]
+        calls = [(one.name, called) for one in every for called in one.called]
+        if lost := [call for call in calls if call[1] not in self.computations]:
+            raise _damaged("{} calls {}, which is nowhere".format(*lost[0]))
 
     def _parse(self) -> None:
         name = ""
@@ -238,6 +242,10 @@ class Module:
         type_end = _closing(text) + 1 if text.startswith("(") else text.find(" ")
         opcode, _, rest = text[type_end:].lstrip().partition("(")
         end = _closing("(" + rest) - 1
+        if not opcode:
+            raise ValueError("it has no opcode")
+        if root and computation in self.roots:
+            raise ValueError("it is a second ROOT")
         inside, instructions = rest[:end], self.computations[computation]
         names = [] if opcode in ("parameter", "constant") else _NAME.findall(inside)
         if missing := [operand for operand in names if operand not in instructions]:
@@ -246,8 +254,8 @@ class Module:
         one = Instruction(
             computation, name, text[:type_end], opcode, inside, rest[end + 1 :], operands
         )
-        if missing := [called for called in one.called if called not in self.computations]:
-            raise ValueError(f"it calls {missing[0]}, which is nowhere before it")
+        if not (one.body if opcode == "while" else one.called or not one.fuses):
+            raise ValueError("it does not say what it calls")
         instructions[name] = one
         if root:
             self.roots[computation] = one
