@@ -29,7 +29,22 @@ BAD = {
     "what to keep": (("forecast", "124m", "--remat", "q+k"), "none, dots, full, or"),
     "three axes": (("forecast", *NAMED, "a,b,c"), "must be the name of the mesh axis over all"),
     "one twice": (("forecast", *NAMED, "a,a"), "two names: of the hosts, and of the GPUs of each"),
-    "microbatches": (("forecast", "124m", "--accumulate", "8"), "microbatches"),
+    "microbatches": (
+        ("forecast", "124m", "--accumulate", "4", "8"),
+        "do not divide into --accumulate 8",
+    ),
+    "options of HLO": (
+        ("audit", STEP, "--no-pad", "--prefetch", "0", "--regather", "false", "--keep-layers", "1"),
+        "is compiled already. Leave out --keep-layers, --no-pad, --prefetch, --regather.",
+    ),
+    "chosen and told": (
+        ("forecast", "124m", *["--choose", "--offload", "params", "--reduce", "int8", "--no-pad"]),
+        "--choose decides --offload, --reduce itself. Leave out one",
+    ),
+    "what choose has not": (
+        ("forecast", "124m", *["--choose", "--keep-layers", "4", "--no-pad"]),
+        "--choose does not take --keep-layers, --no-pad. Leave out one or",
+    ),
     "binary": (("audit", "binary.hlo"), "binary.hlo cannot be read as HLO (not text). Name a file"),
     "hosts of HLO": (("audit", STEP, "--per-host", "0"), "per_host=0 must be a positive integer"),
     "tokens": (("forecast", "mymodel:model", "--tokens", "-1"), "tokens=-1 must be positive"),
@@ -42,7 +57,7 @@ BAD = {
         "do not fill hosts of 0. Pass",
     ),
     "set of HLO": (("audit", STEP, "--set", "n=1"), "is compiled already. Leave out --set."),
-    "links of none": (("audit", STEP, "--network", "9"), "are those of a GPU: name it, --gpu H1"),
+    "links of none": (("audit", STEP, "--network", "9"), "change a GPU's links. Name the GPU, t"),
     "16 bits": (("forecast", "124m", "--compute", "float32"), "'124m' computes in the 16 bits of"),
     "rows": (("study", "124m", *G8, "--rows", "most"), "rows='most' must be positive, or 'larges"),
     "study nowhere": (
@@ -54,7 +69,7 @@ BAD = {
 }
 
 # Found where the step is made for GPUs.
-COMPILED = ("untraceable", "no accumulation", "groups", "microbatches")
+COMPILED = ("untraceable", "no accumulation", "groups")
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -29,6 +29,7 @@ from zerojax._types import PyTree
 from zerojax.tools._audit.report import Report, check_limits
 from zerojax.tools._flags import parser
 from zerojax.tools._forecast import cache as _cache, network as _network, presets as _presets
+from zerojax.tools._forecast.choose import PLACED, STEPPED
 from zerojax.tools._forecast.forecast import Loss, WorkOptions, each_once
 from zerojax.tools._forecast.presets import Gpt
 from zerojax.tools._hlo import gpus as _known
@@ -40,6 +41,7 @@ PAPER = (2, 2, 12)  # bytes of a parameter, of its gradient, of its fp32 copy an
 # Flags that say how to compile, and not of HLO, which is compiled already.
 OF_MODELS = {field.name for field in dataclasses.fields(WorkOptions)} - {"accumulate", "per_host"}
 OF_MODELS |= {"settings", "master", "compute", "gather", "reduce"}
+DECIDED = {*PLACED, *STEPPED, "stages", "gather", "reduce"}  # by --choose
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 
 
@@ -101,11 +103,13 @@ def forecast(arguments: argparse.Namespace) -> Outcome:
     if not arguments.choose:
         result = zerojax.forecast(*model, **options)
         return result, result.to_dict(), str(result), result.best is not None
-    decided = [name for name in options if name not in inspect.signature(_tools.choose).parameters]
-    decided += [name for name in ("gather", "reduce") if getattr(arguments, name)]
-    if decided:
-        flags = ", ".join(f"--{name}" for name in decided)
-        raise ValueError(f"--choose decides {flags} itself. Leave out one or the other.")
+    told = [name for name in options if name not in inspect.signature(_tools.choose).parameters]
+    told += [name for name in ("gather", "reduce") if getattr(arguments, name)]
+    decided = [name for name in told if name in DECIDED]
+    if told:
+        flags = _flags(arguments, decided or told)
+        what = f"decides {flags} itself" if decided else f"does not take {flags}"
+        raise ValueError(f"--choose {what}. Leave out one or the other.")
     result = _tools.choose(*model, **options)
     return result, result.to_dict(), str(result), any((result.best, result.best_quantized))
 
@@ -138,13 +142,15 @@ def audit(arguments: argparse.Namespace) -> Outcome:
 
 def _audited_text(path: pathlib.Path, arguments: argparse.Namespace) -> Report:
     """Audits a file of HLO, compiled by whomever."""
-    if named := [name for name in vars(arguments) if name in OF_MODELS and vars(arguments)[name]]:
-        flags = ", ".join(f"--{name}" for name in named).replace("settings", "set")
-        raise ValueError(f"{path} is compiled already. Leave out {flags}.")
+    given = {name for name, value in vars(arguments).items() if value not in (None, [])}
+    if named := sorted(given & OF_MODELS):
+        raise ValueError(f"{path} is compiled already. Leave out {_flags(arguments, named)}.")
     gpu = None if arguments.gpu is None else _known.named(arguments.gpu)
     if arguments.network or arguments.host_link:
         if gpu is None:
-            raise ValueError("--network and --host-link are those of a GPU: name it, --gpu H100.")
+            raise ValueError(
+                "--network and --host-link change a GPU's links. Name the GPU, too: --gpu H100."
+            )
         gpu = dataclasses.replace(gpu, given_rates=_rates(arguments, gpu))
     try:
         text = path.read_text()
@@ -185,6 +191,13 @@ def state_bytes(params: float, devices: int, stage: int, widths: Sequence[float]
 # -- what commands share
 
 
+def _flags(arguments: argparse.Namespace, names: Sequence[str]) -> str:
+    """Returns the flags of these names, as they are typed."""
+    off = {name for name in names if getattr(arguments, name) is False} - {"regather"}
+    typed = (f"--{'no-' * (name in off)}{name}".replace("_", "-") for name in names)
+    return ", ".join(typed).replace("--settings", "--set")
+
+
 def _options(arguments: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the arguments of a function that flags name. Tells XLA of a slow network before it
     compiles for the first time."""
@@ -215,6 +228,12 @@ def _model(arguments: argparse.Namespace) -> Ingredients:
     name = arguments.model
     if ":" in name:
         return _of_function(name, dict(arguments.settings))
+    counts = each_once(arguments.accumulate or 1)
+    if odd := [count for count in counts if count > 0 and arguments.rows % count]:
+        raise ValueError(
+            f"--rows {arguments.rows} of each GPU do not divide into --accumulate {odd[0]} "
+            f"microbatches. Pass --rows {odd[0]}, or a multiple of it."
+        )
     chooses, remats = getattr(arguments, "choose", False), getattr(arguments, "remat", None)
     remats = remats or (_presets.REMATS if chooses else ("full",))
     count, gpu = _known.parse_count(arguments.gpus)

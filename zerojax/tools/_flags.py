@@ -103,7 +103,11 @@ OF_STEPS = _of_options() | {
     "--host-link": {"help": "GB/s between a GPU and its host's memory, each way: 25", **_rate},
     "--set": {"help": "an argument of the function, or a field; repeatable", "default": [], **_set},
     "--no-cache": {"help": "compile again", "dest": "cache", "action": "store_false"},
-    "--master": {"help": "bf16 parameters, fp32 master copies", "action": "store_true"},
+    "--master": {
+        "help": "bf16 parameters, fp32 master copies",
+        "action": "store_true",
+        "default": None,
+    },
     "--compute": {"help": "dtype that module:function computes in: bfloat16"},
     "--gather": {"help": f"weights travel quantized: {_codes}"},
     "--reduce": {"help": f"gradients: dtype of sums; between hosts int4, {_codes}"},
