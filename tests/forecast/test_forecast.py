@@ -147,7 +147,7 @@ def test_a_step_of_nnx_is_forecast_with_the_function_that_makes_its_model(cpus):
 
 
 STEP = zerojax.train_step(fakes.loss)
-SEVERAL = r"'a' is a step. Pass one step, not in a dict, and"
+SEVERAL = r"'a' is a step. Pass a step by itself, and make one call"
 TRAINS_NOTHING = r"a step of eval_step trains nothing.*Pass the loss, or a step of train_s"
 
 

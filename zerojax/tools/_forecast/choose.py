@@ -355,8 +355,8 @@ def choose(
     """
     if isinstance(loss_fn, Step):
         raise TypeError(
-            "choose finds the options of a step, and got a step that has them. Pass it the loss, "
-            "with mutable= and tx= where the step has them; to --choose, return (loss_fn, "
+            "You passed a step, which already has its options; choose looks for these. Pass the "
+            "loss, with mutable= and tx= where the step has them; to --choose, return (loss_fn, "
             "make_state, batch), with a TrainState from make_state."
         )
     shared: dict[str, Any] = {"tx": tx, "mutable": mutable, "precision": precision, "axis": axis}

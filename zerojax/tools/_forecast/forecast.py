@@ -214,8 +214,8 @@ def _taken_apart(
     # Each step has a state and options of its own, which losses do not.
     if named := [name for name, one in losses.items() if is_of_nnx(one) or isinstance(one, Step)]:
         raise TypeError(
-            f"a dict has several losses, and {named[0]!r} is a step. Pass one step, not in a dict, "
-            "and others each in a call of its own."
+            f"a dict has several losses, and {named[0]!r} is a step. Pass a step by itself, and "
+            "make one call for each."
         )
     return dict(losses), make_state, rng, {}
 
