@@ -168,7 +168,7 @@ def in_line(layers: Sequence[Traffic], rest: Traffic) -> XlaOptions:
     return options
 
 
-def traffic_of(jaxpr: Jaxpr, microbatches: int = 1) -> tuple[list[Traffic], list[Traffic], Traffic]:
+def traffic_of(jaxpr: Jaxpr, microbatches: int) -> tuple[list[Traffic], list[Traffic], Traffic]:
     """Returns the bytes that a program moves: an iteration of each loop, without the loops inside
     it; each layer outside of loops; and the rest.
 
