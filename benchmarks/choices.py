@@ -87,11 +87,11 @@ def chosen(name, count, card):
     exact, coded = (least(fit, is_exact) for is_exact in (True, False))
     return {
         "chosen": found[0],
-        "chosen_with_codes": found[1],
+        "chosen_quantized": found[1],
         "best": exact,
-        "best_with_codes": coded,
+        "best_quantized": coded,
         "slower": slower(found[0], exact),
-        "slower_with_codes": slower(
+        "slower_quantized": slower(
             found[1] or found[0], min(filter(None, (exact, coded)), key=ms, default=None)
         ),
         "compiled": [

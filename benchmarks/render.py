@@ -256,7 +256,7 @@ def choices() -> str:
 def _choice_cells(row) -> list[str]:
     where = row["row"].split(" on ")[1].replace("x", " ").replace(" at ", ", ")
     cells = [where.partition(",")[0] if where.startswith("8 ") else where]
-    for kind in ("", "_with_codes"):
+    for kind in ("", "_quantized"):
         found, slower = row[f"chosen{kind}"], row[f"slower{kind}"]
         cells += [f"`{found['way']}`" if found else "none"]
         cells += [f"{found['step_ms']:.0f} ms" if found else "", f"{slower:.1%}" if found else ""]
