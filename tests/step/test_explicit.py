@@ -118,6 +118,25 @@ def test_gathered_parameters_have_another_dtype_and_no_padding():
     assert dtypes.keys() == {"bfloat16", "int32"} and dtypes["int32"] == params["step"].size
 
 
+def test_one_scan_reads_the_parameters_of_two_plans():
+    """A student's and a teacher's: of one path and two dimensions, and of two paths."""
+    w, x, mesh = PARAMS["layers"]["w"][:, :, :8], jnp.ones((2, DIM)), make_mesh(4)
+    layer = lambda x, stacks: (jnp.tanh(x @ stacks[0]["w"] @ sum(jax.tree.leaves(stacks)).T), None)
+    of = functools.partial(zerojax.plan, mesh=mesh, min_shard_size=1, stacked="")
+    plan, renamed = (of({"params": {name: w}}) for name in "wv")
+    for other in (renamed, of({"params": {"w": w}}, overrides={"w": P(None, None, "data")})):
+        trees = [{leaf.path[-1]: w for leaf in each.params} for each in (plan, other)]
+
+        def run(*trees):
+            marked = tuple(map(manual.shards, trees, (plan, other)))
+            return manual.scan(layer, x, marked)[0]
+
+        specs = tuple(map(manual.param_specs, (plan, other)))
+        run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+        want, _ = jax.lax.scan(layer, x, tuple(trees))
+        np.testing.assert_allclose(jax.jit(run)(*trees), want, rtol=1e-5)
+
+
 def test_plain_arrays_pass():
     x, ys = manual.scan(lambda c, x: (c + x, c), 0, jnp.arange(4), reverse=True)
     assert int(x) == 6 and ys.tolist() == [6, 5, 3, 0]

@@ -205,13 +205,13 @@ def scan(
             "a stack of layers is sharded along its layers, so no device has a part of each. Pass "
             "stacked= with its path to zerojax.plan."
         )
-    plan = marked[0].plan.regathering(options.regather)
-    again = {leaf.path: leaf for leaf in plan.params}
+    plans = {x.plan: x.plan.regathering(options.regather) for x in marked}
+    again = {(old, leaf.path): leaf for old, new in plans.items() for leaf in new.params}
     leaves = [
-        dataclasses.replace(x, leaf=again[x.leaf.path], plan=plan) if _is_sharded(x) else x
+        Sharded(x.data, again[x.plan, x.leaf.path], plans[x.plan]) if _is_sharded(x) else x
         for x in leaves
     ]
-    how = how_on(plan.mesh, regather=bool(options.regather), prefetch=options.prefetch)
+    how = how_on(marked[0].plan.mesh, regather=bool(options.regather), prefetch=options.prefetch)
     loop = functools.partial(lax.scan, body, length=length, reverse=reverse, unroll=unroll)
     return _run(loop, jax.tree.map(jnp.asarray, init), leaves, treedef, how)
 
