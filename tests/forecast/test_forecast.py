@@ -120,7 +120,7 @@ def test_orders_stand_side_by_side(cpus):
 
 def test_what_is_given_is_in_the_title_and_in_the_cases(cpus):
     large = lambda: fakes.make_state(width=256, optimizer=optax.adam)
-    precision = zerojax.Precision(compute="bfloat16", gather="int8", reduce="int4")
+    precision = zerojax.Precision(compute="bfloat16", gather={"w": "int8"}, reduce="int4")
     given = {"precision": precision, "regather": ("gpu",), "update": "auto", "activations": ()}
     given |= {
         "rates": zerojax.tools.rates_of("H100", network=6e9),
@@ -128,7 +128,7 @@ def test_what_is_given_is_in_the_title_and_in_the_cases(cpus):
         "tokens": 7,
     }
     found = linear({"mine": fakes.loss}, large, fakes.batch(32, 256), stages=3, **given)
-    dtypes = 'zerojax.Precision(compute="bfloat16", reduce="int4", gather="int8")'
+    dtypes = 'zerojax.Precision(compute="bfloat16", reduce="int4", gather={"w": "int8"})'
     wanted = f"precision={dtypes}", "regather=('gpu',)", "offload='opt_state'"
     assert sorted(found.settings) == sorted((*wanted, "network cards of 6 GB/s"))
     (case,) = found.cases

@@ -86,10 +86,13 @@ def test_dtypes_and_names_of_codes_say_the_same():
     by_path = zerojax.Precision(gather={"mlp/up": None, "mlp": "int8", "^embed": jnp.bfloat16})
     assert dict(by_path.gather) == {"mlp/up": None, "mlp": Quantized(), "^embed": jnp.bfloat16}
     assert by_path != precision and hash(by_path) == hash(dataclasses.replace(by_path))
+    ways = '{"mlp/up": None, "mlp": "int8", "^embed": "bfloat16"}'
+    assert repr(by_path) == f"Precision(gather={ways})"
+    assert eval(repr(by_path), vars(zerojax)) == by_path
 
 
 BLOCKS = [
-    ({"dtype": "int3"}, r"Quantized\('int3'\): there are no such codes\. Use 'int8', 'int4'"),
+    ({"dtype": "int3"}, r"Quantized\('int3'\): not a quantized dtype\. Use 'int8', 'int4'"),
     ({"block": 16}, r"block=16 must be an integer, 32 or more"),
     ({"dtype": "int4", "block": 33}, r"For int4 it must be even: a byte has two"),
 ]
@@ -109,6 +112,9 @@ PRECISION = [
         {"gather": {"embed": {"up": "int8"}}},
         r"\(gather=\{'up': 'int8'\}\) is neither a float dtype",
     ),
+    ({"gather": (("mlp", "nonsense"),)}, r"gather='nonsense'\) is neither a float dtype"),
+    ({"gather": (("mlp", "int8", 3),)}, r"gather=\(\('mlp', 'int8', 3\),\)\) is neither a float"),
+    ({"reduce": (("mlp", "int8"),)}, r"\(reduce=\{'mlp': 'int8'\}\): only gather="),
     ({"gather": {3: "int8"}}, r"maps 3. Map path patterns, such as"),
     ({"gather": 8}, r"Precision\(gather=8\) is neither a float dtype nor"),
 ]

@@ -13,6 +13,7 @@ time, and `_update/rules.py` could not prove such updates.
 
 import dataclasses
 import itertools
+import json
 from typing import NamedTuple
 
 import jax
@@ -105,6 +106,21 @@ class Precision:
                 "the range of float32 (second moments exceed that of float16). Pass 'bfloat16', or "
                 "leave moments= out."
             )
+
+    def __repr__(self) -> str:
+        """Returns the call that makes it."""
+
+        def shown(way: Ways) -> str:
+            if isinstance(way, tuple):
+                each = (f"{json.dumps(pattern)}: {shown(one)}" for pattern, one in way)
+                return f"{{{', '.join(each)}}}"
+            if isinstance(way, Quantized):
+                return f'"{way.dtype}"' if way == Quantized(way.dtype) else f"zerojax.{way}"
+            return "None" if way is None else f'"{jnp.dtype(way).name}"'  # type: ignore
+
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        named = (f"{name}={shown(way)}" for name, way in fields.items() if way is not None)
+        return f"Precision({', '.join(named)})"
 
     @property
     def sums(self) -> DTypeLike | None:

@@ -64,7 +64,7 @@ class Quantized:
     def __post_init__(self) -> None:
         if self.dtype not in LARGEST_CODES:
             known = ", ".join(map(repr, LARGEST_CODES))
-            raise ValueError(f"Quantized({self.dtype!r}): there are no such codes. Use {known}.")
+            raise ValueError(f"Quantized({self.dtype!r}): not a quantized dtype. Use {known}.")
         is_odd = self.dtype == "int4" and self.block % 2
         if type(self.block) is not int or self.block < LEAST_BLOCK or is_odd:
             raise ValueError(
@@ -184,8 +184,8 @@ def patterns_of(ways: Ways) -> list[str]:
 
 def ways_for(value: Any, field: str) -> Ways:
     """Returns one way, or a tuple of path patterns and ways, for a field of `Precision`."""
-    if isinstance(value, tuple) and all(isinstance(rule, tuple) for rule in value):
-        return value  # of another `Precision`
+    if isinstance(value, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in value):
+        value = dict(value)  # of another `Precision`
     if not isinstance(value, Mapping):
         return _way_for(value, field)
     if field != "gather":

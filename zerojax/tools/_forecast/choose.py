@@ -30,7 +30,6 @@ from zerojax.tools._forecast.forecast import (
     NnxStep,
     Workload,
     WorkOptions,
-    as_python,
     gpu_of,
     is_of_nnx,
 )
@@ -250,7 +249,7 @@ class Choice(Printed):
             lines.append(f"mesh = {_mesh.call_for(count, axis=axis)}")
             state.append("mesh=mesh")
         if (precision := way.precision(self.options.precision)) is not None:
-            state.append(f"precision={as_python(precision)}")
+            state.append(f"precision=zerojax.{precision}")
         package = "zerojax.nnx" if self.is_nnx else "zerojax"
         into = "state = zerojax.shard_train_state(make_state"
         into = f"model, optimizer = {package}.shard(make" if self.is_nnx else into

@@ -17,7 +17,6 @@ from zerojax._plan import planner as _planner
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import StateOptions
-from zerojax._plan.precision import Precision
 from zerojax._progress import hinting, progress
 from zerojax._state import hints as _hints, refusals as _refusals
 from zerojax._step.step import Step, train_step
@@ -166,21 +165,6 @@ def changed_options(options: WorkOptions) -> dict[str, Any]:
     return changed
 
 
-def as_python(precision: Precision) -> str:
-    """Returns the call that makes a precision."""
-
-    def shown(value: Any) -> str:
-        if isinstance(value, Quantized):
-            return f'"{value.dtype}"' if value == Quantized(value.dtype) else f"zerojax.{value}"
-        if isinstance(value, Mapping):
-            return str(dict(value))
-        return f'"{jnp.dtype(value).name}"'
-
-    fields = {f.name: getattr(precision, f.name) for f in dataclasses.fields(precision)}
-    named = (f"{name}={shown(value)}" for name, value in fields.items() if value is not None)
-    return f"zerojax.Precision({', '.join(named)})"
-
-
 def gpu_of(gpus: str, rates: Rates | None) -> Gpu:
     _, gpu = _known.parse_count(gpus)
     return gpu if rates is None else dataclasses.replace(gpu, given_rates=rates)
@@ -286,7 +270,7 @@ class Workload:
     def settings(self, hidden: Iterable[str] = ()) -> list[str]:
         """Returns the options that are not the defaults, and the network if the user named it."""
         shown = [
-            f"{name}={as_python(value) if name == 'precision' else repr(value)}"
+            f"{name}={'zerojax.' * (name == 'precision')}{value!r}"
             for name, value in changed_options(self.options).items()
             if name not in {"tx", "rates", *hidden}
         ]
