@@ -177,26 +177,37 @@ def _program(
     traced = trace(ways)
     _mean.check_gradients(traced.jaxpr, plan.mesh, plan.batch_axes)
     if plan.size > 1 and options.differentiates and options.batch_specs is None:
-        _warn_of_whole(traced, roles, plan)
+        _warn_of_whole(traced, roles, plan, trace)
     _, rows = _batch.counted(args, roles)
     per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
     plan = plan.regathering(options.regather)
     return Program(plan, options, traced, roles, per_example, backward)
 
 
-def _warn_of_whole(traced: TracedLoss, roles: Sequence[_batch.Role], plan: Plan) -> None:
+def _warn_of_whole(
+    traced: TracedLoss,
+    roles: Sequence[_batch.Role],
+    plan: Plan,
+    trace: Callable[[int], TracedLoss],
+) -> None:
     """Warns of a loss that closes over its batch: every device would compute all of it.
 
-    A loss may well read no batch, such as a regularizer; it then closes over no array. Or it draws
-    its own, such as a generator's, which closes over the weights of another network; it then reads
-    a key, which differs by device.
+    A loss may well read no batch, such as a regularizer; it then closes over no array. Or it reads
+    only how many rows the batch has, such as a generator's, which draws as many and closes over the
+    weights of another network.
     """
     arrays = [x for x in traced.closures if np.ndim(x) and not is_key(x)]
     jaxpr, params = traced.jaxpr, len(plan.params)
     args = jaxpr.invars[params : params + len(roles)]
-    differ = {v for v, role in zip(args, roles, strict=True) if role.kind != _batch.REPLICATED}
+    split = {v for v, role in zip(args, roles, strict=True) if role.kind == _batch.BATCH}
     read = itertools.chain(filter(is_var, jaxpr.outvars), *map(reads, jaxpr.eqns))
-    if not arrays or not differ.isdisjoint(read):
+    if not arrays or not split.isdisjoint(read):
+        return
+    try:
+        whole = trace(1).jaxpr if split else jaxpr
+    except Exception:  # it asserts how many rows there are
+        return
+    if _sizes(whole) != _sizes(jaxpr):
         return
     largest = max(arrays, key=np.size)
     rest = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
@@ -207,6 +218,10 @@ def _warn_of_whole(traced: TracedLoss, roles: Sequence[_batch.Role], plan: Plan)
         "loss_fn(model, batch), and of the step. If all devices are to compute the same, say so: "
         "batch_specs=PartitionSpec()."
     )
+
+
+def _sizes(jaxpr: Jaxpr) -> list[tuple[int, ...]]:
+    return [type_of(v).shape for eqn in _compat.every_eqn(jaxpr) for v in eqn.outvars]
 
 
 def _check_sums(program: Jaxpr) -> None:
