@@ -46,6 +46,8 @@ def test_logical_in_and_out_of_jit(devices, rests):
         shown = logical(state)
         assert_equal_bits((shown.params["w"], shown.opt_state[0].mu["w"]), (W, W))
         assert shown.step.shape == () and shown.tx == state.tx
+    shapes = state.tx.plan.unpad(state.tx.plan.abstract())
+    assert shapes.params["w"].shape == shapes.opt_state[0].mu["w"].shape == W.shape
 
 
 @pytest.mark.parametrize(("rows", "stage"), [(15, 1), (15, 3), (16, 3)])

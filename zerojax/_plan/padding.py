@@ -116,12 +116,13 @@ def _changed(
     meant: dict[int, Any] = {
         at[leaf.name]: leaf.value
         for leaf in leaves
-        if leaf.name in at and isinstance(leaf.value, Array | np.ndarray)
+        if leaf.name in at and isinstance(leaf.value, Array | np.ndarray | jax.ShapeDtypeStruct)
         if is_meant(plan.leaves[at[leaf.name]], leaf.value)
     }
     if not meant:
         return tree
-    new = change(meant, plan)
+    is_abstract = any(isinstance(value, jax.ShapeDtypeStruct) for value in meant.values())
+    new = jax.eval_shape(lambda: change(meant, plan)) if is_abstract else change(meant, plan)
     return jax.tree.structure(tree).unflatten(
         new.get(at.get(leaf.name, -1), leaf.value) for leaf in leaves
     )
