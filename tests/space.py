@@ -161,12 +161,13 @@ REFUSED = (
     Refusal({"update": ("backward",), "skip": (True,)}, r"'backward'.*skips what is not finite"),
     Refusal(
         {"codes": ("reduce=int8", INT4), "layout": (REPLICATED,)},
-        r"reduce=.*quantizes gradients sent between nodes, and groups= shards nothing over .*node",
+        r"reduce=.*quantizes gradients sent between nodes, and groups= shards nothing over "
+        r"\('node',\)",
     ),
 )
 
 EXACT = {"precision": "", "codes": ""}
-KEPT = {"model": "gpt", "stage": 3, "prefetch": 1}
+KEPT = {"model": "gpt", "stage": 3, "prefetch": 1, "regather": True}
 # What has failed, though no pair of it had; and what FACTORS does not have.
 TOGETHER: tuple[dict[str, Any], ...] = (
     {"codes": "reduce=int8", "layout": "node=2/3 gpu=2/1", "stage": 2},
@@ -285,7 +286,7 @@ def walk(seed: int, number: int) -> Row:
         name: rng.choice(of + others.get(name, ())) if rng.random() < 0.4 else of[0]
         for name, of in FACTORS.items()
     }
-    if levels["prefetch"]:
+    if levels["prefetch"] and levels["regather"]:
         levels["keep_layers"] = rng.choice((1, 2, 9))
     if number < len(CHAINS):
         levels |= {"layout": CHAINS[number], "codes": "reduce=int8"}

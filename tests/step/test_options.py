@@ -67,8 +67,10 @@ NO_PLAN = r"takes a plan, got {}\. Make one: zerojax\.plan\(state"
 ONE_BATCH = r"argument 3 of the loss would be split.*as one batch.*\(PartitionSpec\(\), {}\) splits"
 ROWS = [
     # options
-    (lambda: step(prefetch=2), "prefetch must be 0, 1 or 'auto', got 2"),
-    (lambda: step(order="rows"), "order must be 'microbatches' or 'layers', got 'rows'"),
+    (lambda: step(prefetch=2), "prefetch must be 0, 1 or 'auto', got 2: the number of layers"),
+    (lambda: step(order="rows"), "order must be 'microbatches' or 'layers', got 'rows': whether"),
+    (lambda: step(keep_layers=2, prefetch=0), "prefetch=0 turns that off. Leave prefetch= out"),
+    (lambda: step(keep_layers=2, regather=False), "keep_layers=2 .*Leave one of them out"),
     *(
         (lambda n=n: step(accumulate=n), "accumulate must be a positive integer")
         for n in (0, -1, 1.5, "2")

@@ -51,13 +51,13 @@ def activation_names(given: object) -> tuple[str, ...]:
     return names
 
 
-def _one_of(name: str, *values: object) -> Callable[[Any], Any]:
-    """Returns the check of an option that has one of a few values."""
+def _one_of(name: str, *values: object, about: str = "") -> Callable[[Any], Any]:
+    """Returns the check of an option that has one of a few values; `about` says what they are."""
 
     def check(value: object) -> object:
         if value not in values:
             *others, last = map(repr, values)
-            raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}.")
+            raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}{about}.")
         return value
 
     return check
@@ -164,7 +164,9 @@ class GradOptions(LossOptions):
         MICROBATCHES,
         """"microbatches", one after another; or "layers", in which all microbatches go through a
         layer before the next, so that weights are gathered and gradients reduced once a step.""",
-        check=_one_of("order", *ORDERS),
+        check=_one_of(
+            "order", *ORDERS, about=": whether microbatches run one by one, or layer by layer"
+        ),
         flag={"choices": ORDERS},
     )
     regather: bool | str | Sequence[str] = option(
@@ -179,13 +181,13 @@ class GradOptions(LossOptions):
         """gather the weights of a `scan`'s next layer while this one computes, in both directions:
         1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer. The step then also
         keeps for backward the weights that forward reads last, a head.""",
-        check=_one_of("prefetch", 0, 1, "auto"),
+        check=_one_of("prefetch", 0, 1, "auto", about=": the number of layers to gather ahead"),
     )
     keep_layers: int = option(
         1,
         """number of last layers of each `scan` whose gathered weights stay for backward, which does
-        not gather them again: memory for bytes, where links are slow and batches small. A `scan`
-        that prefetches keeps one layer anyway; one that keeps more prefetches.""",
+        not gather them again (stage 3): memory for bytes, where links are slow and batches small.
+        A `scan` that prefetches keeps one layer anyway; one that keeps more prefetches.""",
         check=_count_of_layers,
         flag={"type": int},
     )
@@ -203,6 +205,11 @@ class GradOptions(LossOptions):
             raise ValueError(
                 f"keep_layers={self.keep_layers} is for scans that gather ahead, and prefetch=0 "
                 "turns that off. Leave prefetch= out."
+            )
+        if self.keep_layers > 1 and not self.regather:
+            raise ValueError(
+                f"keep_layers={self.keep_layers} keeps the gathered weights of so many layers, and "
+                "regather=False those of all. Leave one of them out."
             )
 
 
