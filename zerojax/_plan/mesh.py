@@ -97,7 +97,7 @@ def _check_mesh(mesh: object) -> None:
     count = mesh.devices.size
     twice = count - len(set(mesh.devices.flat))
     if twice or not count:
-        what = f"names {twice} of its {count} devices again" if twice else "has no devices"
+        what = "names some devices more than once" if twice else "has no devices"
         raise ValueError(
             f"the mesh {dict(mesh.shape)} {what}. Make it of different ones, for example "
             f"{call_for(jax.device_count())}."

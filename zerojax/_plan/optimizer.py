@@ -1,4 +1,4 @@
-"""The optimizer: its update, traced once for a plan and its steps, and the specs of its state.
+"""The optimizer: its update as a function of arrays, and the specs of its state.
 
 Specs come from JAX's sharding types, not from names. `tx.init`, called on abstract parameters that
 carry their specs on a mesh of Explicit axes, returns any optax state with a spec for each leaf.
@@ -72,17 +72,16 @@ def _check_match(opt_state: PyTree, remade: PyTree) -> None:
         shape, wanted = have.get(path), want.get(path)
         if shape == wanted:
             continue
+        odd = f"has shape {shape}, but tx.init(params) makes {wanted}"
+        if shape is None or wanted is None:
+            odd = "is missing" if shape is None else "is only in the state"
         remedy = "Make it again: opt_state = tx.init(params)."
         if shape and shape[1:] == wanted:
             remedy = (
                 "If the state is a stack of copies, as for jax.pmap, pass one of them: "
                 "flax.jax_utils.unreplicate(state)."
             )
-        got, makes = ("nothing" if x is None else f"shape {x}" for x in (shape, wanted))
-        raise ValueError(
-            f"optimizer and parameters do not match: opt_state/{path} has {got}, and "
-            f"tx.init(params) makes {makes}. {remedy}"
-        )
+        raise ValueError(f"optimizer and parameters do not match: opt_state/{path} {odd}. {remedy}")
 
 
 def followed(
