@@ -116,7 +116,7 @@ def _train(
 
 
 def _traced_update(recipe: Recipe, plan: Plan, state: PyTree, guard: Guard | None) -> Update:
-    """Returns the update of a state, with the traces of its plan if they are of the same update."""
+    """Returns the update of a state, with the function of the plan's if both are the same."""
     shapes = (jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves)
     planned = jax.tree.structure(state).unflatten(shapes)
     update = update_of(planned, recipe.tx, recipe.mutable, guard)
@@ -126,7 +126,7 @@ def _traced_update(recipe: Recipe, plan: Plan, state: PyTree, guard: Guard | Non
             dtype = StepParam.of(leaf, plan, precision, accumulates=False).grad_dtype
             update.shapes[k] = jax.ShapeDtypeStruct(leaf.shape, dtype)
     if plan.update is not None and plan.update.identity == update.identity:
-        update.function = plan.update.function  # of which JAX has the traces
+        update.function = plan.update.function  # whose traces JAX has
     return update
 
 

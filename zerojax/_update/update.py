@@ -1,4 +1,4 @@
-"""An optimizer's update: traced once for a plan and its steps, and divided into parts.
+"""An optimizer's update as a program, and the parts that it divides into.
 
 Results that read the same state in host memory are one part: with Adam a parameter and its two
 moments, with an optimizer that sums over all parameters (Prodigy) everything. A part may run layer
@@ -28,8 +28,8 @@ TOGETHER = "the update reads it with other leaves"
 class Update:
     """The next leaves of a state as a function of a list of arrays, first of them the gradients.
 
-    JAX traces it once for the types that it is asked for, of which `shapes` are those that the plan
-    knows. Updates that have the same `identity` are the same function.
+    `shapes` are the types that the plan knows. JAX keeps its traces by function and types. So
+    updates of the same `identity`, which would compute the same, share one `function`.
     """
 
     def __init__(
