@@ -13,7 +13,7 @@ import pytest
 import zerojax
 from tests.conftest import make_mesh
 from tests.processes import ROOT, output
-from zerojax.tools._cli import state_bytes
+from zerojax.tools._cli import PAPER, state_bytes
 from zerojax.tools._forecast import presets as _presets  # whose models the benchmarks train
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -245,7 +245,7 @@ def test_table_2s_theory_is_the_formula():
     paper_numbers = importlib.import_module("paper_numbers")
     for degree, sizes in paper_numbers.THEORY.items():
         for stage, billions in enumerate(sizes):
-            each = state_bytes(1, 64, stage)
+            each = state_bytes(1, 64, stage, PAPER)
             assert billions == pytest.approx(degree * 32 / each, rel=0.03)
 
 

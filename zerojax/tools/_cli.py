@@ -180,7 +180,7 @@ def table(arguments: argparse.Namespace) -> Outcome:
     return result, result.to_dict()["rows"], str(result), True
 
 
-def state_bytes(params: float, devices: int, stage: int, widths: Sequence[float] = PAPER) -> float:
+def state_bytes(params: float, devices: int, stage: int, widths: Sequence[float]) -> float:
     """Returns the bytes of each device by the ZeRO paper's formula."""
     groups = groups_of(stage, ("data",))
     sharded = groups.params, groups.grads, groups.opt_state
