@@ -92,7 +92,7 @@ def test_dtypes_and_names_of_codes_say_the_same():
 
 
 BLOCKS = [
-    ({"dtype": "int3"}, r"Quantized\('int3'\): not a quantized dtype\. Use 'int8', 'int4'"),
+    ({"dtype": "int3"}, r"dtype='int3' is not a quantized dtype\. Use 'int8', 'int4'"),
     ({"block": 16}, r"block=16 must be an integer, 32 or more"),
     ({"dtype": "int4", "block": 33}, r"For int4 it must be even: a byte has two"),
 ]

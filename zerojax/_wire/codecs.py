@@ -64,7 +64,7 @@ class Quantized:
     def __post_init__(self) -> None:
         if self.dtype not in LARGEST_CODES:
             known = ", ".join(map(repr, LARGEST_CODES))
-            raise ValueError(f"Quantized({self.dtype!r}): not a quantized dtype. Use {known}.")
+            raise ValueError(f"dtype={self.dtype!r} is not a quantized dtype. Use {known}.")
         is_odd = self.dtype == "int4" and self.block % 2
         if type(self.block) is not int or self.block < LEAST_BLOCK or is_odd:
             raise ValueError(
