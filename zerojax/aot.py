@@ -81,7 +81,7 @@ def batch(shapes: PyTree, plan: Plan, *, batch_specs: PyTree = None) -> PyTree:
         (32, 128) P('data',)
     """
     check_plan(plan, "aot.batch(shapes, plan)")
-    _refusals.check_arrays(shapes, "batch")
+    _refusals.check_values(shapes, "batch", or_shapes=True)
 
     def placed(leaf: PyTree, role: _batch.Role) -> jax.ShapeDtypeStruct:
         leaf = _state.shape_dtype(leaf)

@@ -108,7 +108,7 @@ def write_checksums(directory: epath.Path) -> None:
     (directory / CHECKSUMS).write_text(json.dumps(sums))
 
 
-def check_files(directory: epath.Path, only: str | None = None) -> None:
+def check_files(directory: epath.Path, only: str | None) -> None:
     """Raises if a file, or the one named `only`, has changed. Processes share the reading."""
     listing = directory / CHECKSUMS
     wrong = None

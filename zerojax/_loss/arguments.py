@@ -62,7 +62,7 @@ def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> 
     for name, tree in arguments.items():
         _refusals.check_alive(tree, name)
         if isinstance(error, TypeError):
-            _refusals.check_arrays(tree, name)
+            _refusals.check_values(tree, name, or_shapes=True)
         if plan is not None and _compat.OTHER_DEVICES in str(error):
             _check_devices(name, tree, plan)
     if isinstance(error, jax.errors.JaxRuntimeError) and _compat.OUT_OF_MEMORY in str(error):

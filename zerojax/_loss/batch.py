@@ -98,7 +98,7 @@ def _role_by_spec(path: tuple, value: Argument, spec: object, over: str | tuple[
     )
 
 
-def check_pairs(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()) -> None:
+def check_pairs(args: Sequence[PyTree], specs: PyTree, axes: Sequence[str]) -> None:
     """Raises for an old-style key that may as well be two rows."""
     leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
     pairs = zip(leaves, roles(args, specs, axes), strict=True)

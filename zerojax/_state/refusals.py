@@ -158,10 +158,6 @@ def check_values(tree: PyTree, name: str = "state", or_shapes: bool = False) -> 
             )
 
 
-def check_arrays(tree: PyTree, name: str) -> None:
-    check_values(tree, name, or_shapes=True)
-
-
 def knowing_dtypes(cls: type[T]) -> type[T]:
     """Has `Precision` translate the names that other libraries give its options."""
     init, known = cls.__init__, inspect.signature(cls).parameters

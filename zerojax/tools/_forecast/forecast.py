@@ -231,7 +231,7 @@ class Workload:
         tokens = options.tokens
         if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
             raise ValueError(f"tokens={tokens!r} must be positive: how many a step trains on.")
-        _refusals.check_arrays(batch, "batch")
+        _refusals.check_values(batch, "batch", or_shapes=True)
         if not any(map(np.ndim, jax.tree.leaves(batch))):
             raise ValueError(
                 "the batch has no arrays with rows. Pass the global batch of one step, or its "
