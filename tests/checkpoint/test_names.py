@@ -204,6 +204,24 @@ def test_what_is_kept_may_have_another_shape_in_the_files(tmp_path):
     assert_equal_bits(params["up_2"], ours(theirs())["up_2"])
 
 
+def test_what_is_kept_claims_no_tensor_that_another_is_named(tmp_path):
+    files = {"b.w": numbers(4)}
+    like = {"a": {"w": numbers(4) + 1}, "b": {"w": numbers(4) + 2}}
+    names = {"a/w": "b.w"}
+    params = import_safetensors(saved(tmp_path, files), like, names=names, keep="^b/")
+    assert_equal_bits([params["a"]["w"], params["b"]["w"]], [files["b.w"], like["b"]["w"]])
+    with pytest.raises(ValueError, match=r"b.w would consist of a/w, b/w"):
+        import_safetensors(tmp_path, like, names=names)
+
+
+def test_a_stack_without_layers_has_no_tensors(tmp_path):
+    like, names = {"other": {"w": numbers(16, 8)}, "l": numbers(0, 4)}, {"l": "h.{}.l"}
+    files = saved(tmp_path, {"other.w": numbers(16, 8)})
+    with pytest.raises(ValueError, match=r"not in the checkpoint: l \(keep="):
+        import_safetensors(files, like, names=names)
+    assert_equal_bits(import_safetensors(files, like, names=names, keep="^l$"), like)
+
+
 def test_a_tensor_that_is_named_as_a_parameter_of_another_is_refused(tmp_path):
     """It is left over."""
     files, like = {"wte": numbers(4), "embed": numbers(4) + 1}, {"embed": numbers(4)}

@@ -58,6 +58,7 @@ def loop(**options):
 
 EVERY = r"every and keep must be positive integers \(keep=None keeps all\)"
 NO_PATTERN = "is not a path pattern. Pass one regular expression"
+BYTES = "max_file_bytes={} must be a positive number of bytes"
 REFUSED = [
     (save(STATE, "c", step=2), r"/c exists, and nothing is overwritten. Save to a new path"),
     (export(STATE, "w"), r"/w exists, and nothing is overwritten. Export to a new path"),
@@ -91,7 +92,10 @@ REFUSED = [
     (export({"a": W, "b": W}, names={"a": "b"}), "b would consist of a, b, .*Rename one"),
     (weights("none"), r"/none does not exist. Pass a directory with model.safetensors.index.json"),
     (weights(names=[]), "names= is a list. Pass a dict"),
-    (weights(rename={"a": "w"}), "rename= makes {.*} of .*Pass a function"),
+    (weights(rename={"a": "w"}), "rename={.*} is not a function. Pass one"),
+    (weights(rename="w"), "rename='w' is not a function"),
+    *((export(STATE, max_file_bytes=n), BYTES.format(n)) for n in (-1, None, float("nan"))),
+    (export(STATE, max_file_bytes="5e9"), BYTES.format("'5e9'")),
     (weights(rename=lambda name: None), "rename= makes None of 'w'.*ignore="),
     (loop(keep=0), f"keep=0, .*{EVERY}"),
     (loop(every="3"), f"every='3', .*{EVERY}"),

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from zerojax._checkpoint import files as _files
+from zerojax._checkpoint import files as _files, tensor_files as _tensor_files
 from zerojax._plan import move as _move
 from zerojax._plan.padding import Shape
 from zerojax._state import state as _state
@@ -94,7 +94,7 @@ def match(
     wrapped, bare = _is_inside(missing, saved), _is_inside(extra, names)
     of_nnx = bool(extra) and not both and all(name.endswith("/value") for name in extra)
     is_other = 2 * len(missing + reshaped) > len(wanted) and not (wrapped or bare or of_nnx)
-    missing = [f"{n} (as {theirs[n]})" if theirs and theirs[n] != n else n for n in missing]
+    missing = [f"{n} (as {theirs[n]})" if theirs and theirs.get(n, n) != n else n for n in missing]
     problems = [
         _problem(missing, "not in the checkpoint", HOW_TO_KEEP + WRAPPED * wrapped + BARE * bare),
         _problem(extra, "only in the checkpoint", "ignore=<path regex> leaves them behind"),
@@ -185,8 +185,7 @@ def stored_struct(value: PyTree) -> jax.ShapeDtypeStruct:
 
 
 def nbytes(value: PyTree) -> int:
-    struct = stored_struct(value)
-    return struct.size * struct.dtype.itemsize
+    return _tensor_files.nbytes(stored_struct(value))
 
 
 def _same_type(saved: jax.ShapeDtypeStruct, dtype: np.dtype, cast: bool) -> bool:

@@ -17,7 +17,7 @@ import collections
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -105,10 +105,13 @@ def source(
     )
 
 
-def sources(names: Names, shapes: Mapping[str, Shape]) -> dict[str, list[Source]]:
+def sources(
+    names: Names, shapes: Mapping[str, Shape], kept: Container[str] = ()
+) -> dict[str, list[Source]]:
     """Returns, by the name of each tensor, the parameters of these shapes that it contains.
 
-    The name of a parameter that is not in `names` is its path with dots.
+    The name of a parameter that is not in `names` is its path with dots, unless the parameter is
+    `kept` and `names` gives this tensor to another.
     """
     _check_entries(names)
     by_tensor: dict[str, list[Source]] = collections.defaultdict(list)
@@ -127,7 +130,8 @@ def sources(names: Names, shapes: Mapping[str, Shape]) -> dict[str, list[Source]
                 )
             for one in _sources_of(leaf, entry, match.groups(), shapes[leaf]):
                 by_tensor[one.tensor].append(one)
-    for leaf in [leaf for leaf in shapes if leaf not in taken]:
+    others = (leaf for leaf in shapes if leaf not in taken)
+    for leaf in [leaf for leaf in others if leaf not in kept or dotted(leaf) not in by_tensor]:
         by_tensor[dotted(leaf)].append(source(dotted(leaf), leaf, (), shapes[leaf]))
     for name, parts in by_tensor.items():
         have, of = sorted(one.part for one in parts), parts[0].part[1]
@@ -175,7 +179,7 @@ def _sources_of(
     if not 0 <= stacked <= len(shape):
         raise ValueError(
             f"names= maps {leaf} to {name!r}: each {{}} there must count what a {{}} of the path "
-            f"or a first dimension counts, and {leaf} is {list(shape)}. Write as many."
+            f"or a first dimension counts, and {leaf} is {list(shape)}. Write one {{}} for each."
         )
     for index in np.ndindex(*shape[:stacked]):
         yield source(name.format(*numbers, *index), leaf, index, shape[stacked:], text)

@@ -58,6 +58,8 @@ def export_safetensors(
         >>> print(params["w"].addressable_shards[0].data.shape)
         (8, 16)
     """
+    if not isinstance(max_file_bytes, int | float | np.number) or not max_file_bytes > 0:
+        raise ValueError(f"max_file_bytes={max_file_bytes!r} must be a positive number of bytes.")
     _refusals.check_alive(params)
     if plan is not None:
         check_plan(plan, "plan=")
@@ -126,15 +128,20 @@ def import_safetensors(
         >>> print(params["proj"]["kernel"].addressable_shards[0].data.shape)
         (4, 8, 16)
     """
+    if rename is not None and not callable(rename):
+        raise TypeError(
+            f"rename={rename!r} is not a function. Pass one from each name in the files to a path "
+            "in like=; for a dict d, pass lambda name: d.get(name, name)."
+        )
     plan, state = (like, None) if isinstance(like, Plan) else (None, like)
     params = _state.params_in(state) if plan is None else _state.get_params(plan.abstract())
     shapes = padded_param_shapes(params, state, plan)
     leaves = _state.named_leaves(params)
     sizes = {leaf.name: shapes.get(leaf.name, np.shape(leaf.value)) for leaf in leaves}
-    by_tensor = _names.sources({} if names is None else names, sizes)
+    kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
+    by_tensor = _names.sources({} if names is None else names, sizes, kept)
     sources = [one for parts in by_tensor.values() for one in parts]
     stored = _tensors(os.fspath(_save.absolute(path)), rename, by_tensor)
-    kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
     if plan is None:
         _check_masters(state, sizes.keys() - kept)
     tensors = _names.arranged(stored, [one for one in sources if one.leaf not in kept], sizes)
@@ -168,8 +175,7 @@ def _tensors(
     tensors: dict[str, FileTensor] = {}
     for file in _tensor_files.stored_files(path):
         for tensor in _tensor_files.read_file(file):
-            name = tensor.name if rename is None else rename
-            name = name(tensor.name) if callable(name) else name
+            name = tensor.name if rename is None else rename(tensor.name)
             if not isinstance(name, str):
                 raise TypeError(
                     f"rename= makes {name!r} of {tensor.name!r}. Pass a function from each name in "
