@@ -267,32 +267,39 @@ class Watchdog:
         if not isinstance(seconds, int | float) or not 0 < seconds < threading.TIMEOUT_MAX - GRACE:
             raise ValueError(f"Watchdog({seconds!r}): pass a positive number of seconds.")
         self.seconds = seconds
-        self._timer = threading.Timer(seconds, self._end)
+        self._over = threading.Event()
+        self._last: tuple[float, object] = (0.0, None)  # when `alive` was called, with which step
 
     def __enter__(self) -> "Watchdog":
         self.alive()
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, args=(self._over,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
+        self._over.set()
         faulthandler.cancel_dump_traceback_later()
 
     def alive(self, step: object = None) -> None:
         """Restarts the clock; the message names `step`."""
-        self._timer.cancel()
-        self._timer = threading.Timer(self.seconds, self._end, (step,))
-        self._timer.daemon = True
-        self._timer.start()
+        self._last = (time.monotonic(), step)
         # C code ends the process if Python's threads hang, too.
         faulthandler.dump_traceback_later(
             self.seconds + GRACE, exit=True, file=sys.__stderr__ or sys.stderr
         )
 
+    def _watch(self, over: threading.Event) -> None:
+        while not over.wait(max(0.01, self._last[0] + self.seconds - time.monotonic())):
+            since, step = self._last
+            if time.monotonic() - since >= self.seconds:
+                self._end(step)
+
     def _end(self, step: object) -> None:
         after = "" if step is None else f" after step {step}"
         say(
             f"process {jax.process_index()} of {jax.process_count()} was not alive for "
-            f"{self.seconds:g} s{after}. It, or one that it waits for, hangs. Its threads:"
+            f"{self.seconds:g} s{after}. This process hangs, or one that it "
+            "waits for. Its threads:"
         )
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
         sys.stdout.flush()
