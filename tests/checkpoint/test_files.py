@@ -4,6 +4,7 @@ import errno
 import fcntl
 import gc
 import json
+import warnings
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ import zerojax
 from tests.checkpoint.damage import DAMAGE, files_of, full_disk
 from tests.checkpoint.states import STATE, save_steps
 from tests.reference import assert_equal_bits
+from zerojax._checkpoint import files
 from zerojax.checkpoint import export_safetensors
 
 LISTING = "zerojax_checksums.json"
@@ -50,7 +52,10 @@ def test_damage_to_any_file_of_a_loop_is_never_read(tmp_path, how):
     for file in files_of(tmp_path / "1"):
         whole = file.read_bytes()
         DAMAGE[how](file, whole)
-        with zerojax.Checkpoints(tmp_path, best="loss") as checkpoints:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".* has no rank")
+            checkpoints = zerojax.Checkpoints(tmp_path, best="loss")
+        with checkpoints:
             assert checkpoints.best() in (1, None)
             try:
                 back, saved = checkpoints.resume({"w": np.zeros((3, 4), np.float32)})
@@ -77,6 +82,21 @@ def test_a_second_writer_to_one_path_is_refused(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [".c.lock"]
     zerojax.save(tmp_path / "c", STATE)
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_lock_that_its_holder_has_just_removed_is_made_anew(tmp_path, monkeypatch):
+    """Removed between its opening and the lock: nobody else would see such a lock."""
+    real, held = fcntl.flock, []
+
+    def flock(file, how):
+        real(file, how)
+        held.append(file)
+        if len(held) == 1:
+            (tmp_path / ".c.lock").unlink()
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with files.only_writer(tmp_path / "c", tmp_path / ".c.lock"):
+        assert len(held) == 2 and (tmp_path / ".c.lock").exists()
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):

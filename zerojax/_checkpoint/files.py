@@ -204,7 +204,7 @@ def only_writer(path: epath.Path, lock: epath.Path) -> Iterator[None]:
             )
     raise_together(error)
     try:
-        _check_shared(path, lock)
+        _check_shared(path, lock, lock_file)
         yield
     finally:
         if lock_file is not None:
@@ -212,14 +212,28 @@ def only_writer(path: epath.Path, lock: epath.Path) -> Iterator[None]:
             os.close(lock_file)
 
 
-def _check_shared(path: epath.Path, lock: epath.Path) -> None:
-    """Raises if other processes do not see the lock of process 0: Orbax would wait for ever."""
+def _check_shared(path: epath.Path, lock: epath.Path, lock_file: int | None) -> None:
+    """Raises if other processes do not see the lock of process 0: Orbax would wait for ever.
+
+    A killed run may have left a lock on each host. Only this run's has its token.
+    """
     if jax.process_count() == 1 or "://" in str(path):
         return
+    token = np.int32(time.time_ns() % 2**31)
+    if lock_file is not None:
+        os.pwrite(lock_file, token.tobytes(), 0)
+        os.fsync(lock_file)  # NFS shows it to the other hosts
+    token = multihost_utils.broadcast_one_to_all(token).tobytes()
+
+    def is_seen() -> bool:
+        with contextlib.suppress(OSError):
+            return lock.read_bytes().startswith(token)
+        return False
+
     until = time.monotonic() + SEEN_WITHIN  # another host's file may take some seconds on NFS
-    while not lock.exists() and time.monotonic() < until:
+    while not is_seen() and time.monotonic() < until:
         time.sleep(0.1)
-    seen = multihost_utils.process_allgather(np.asarray(lock.exists())).reshape(-1)
+    seen = multihost_utils.process_allgather(np.asarray(is_seen())).reshape(-1)
     if not seen.all():
         raise ValueError(
             f"{path} is not one directory: process {seen.argmin()} does not see the files that "
@@ -232,21 +246,26 @@ def _lock(name: str) -> int | None:
     """Returns a descriptor of the locked file, or None if another process has the lock."""
     import fcntl  # not on every system that can import zerojax
 
-    file = os.open(name, os.O_CREAT | os.O_RDWR, 0o666)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(file).st_ino != os.stat(name).st_ino:
-            raise BlockingIOError  # its last holder has just removed it
-    except BlockingIOError:
-        os.close(file)
-        return None
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        warn(
-            f"{name} cannot be locked ({error.strerror}). Make sure that nothing else writes there."
-        )
-    return file
+    while True:
+        file = os.open(name, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), os.stat(name)):
+                return file
+        except BlockingIOError:
+            os.close(file)
+            return None
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            warn(
+                f"{name} cannot be locked ({error.strerror}). Make sure that nothing else writes "
+                "there."
+            )
+            return file
+        os.close(file)  # its last holder has just removed it: lock the new one
 
 
 def _files_below(directory: epath.Path, name: str = "") -> Iterator[str]:
