@@ -281,6 +281,35 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, mode, losses, kept):
             assert checkpoints.best() is None
 
 
+@pytest.mark.parametrize("damage", ["[" * 10**5, '{"custom_metadata": {"zerojax": 3}}', None])
+def test_a_metric_that_cannot_be_read_costs_a_rank_and_no_checkpoint(tmp_path, damage):
+    save_steps(tmp_path, 1, 2, 3, best="loss")
+    file = tmp_path / "3" / "default" / "_METADATA"  # the best one's
+    file.unlink() if damage is None else file.write_text(damage)
+    with pytest.warns(match=r"'loss' of .*/3 cannot be read .*step 3 has no rank.*until you"):
+        checkpoints = zerojax.Checkpoints(tmp_path, keep=1, best="loss")
+    with checkpoints:
+        assert checkpoints.best() == 2
+        checkpoints.resume(STATE, step=2)
+        checkpoints.save(4, STATE, metrics={"loss": 9.0})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 3, 4] and checkpoints.best() == 2
+
+
+def test_the_metrics_of_an_orbax_manager_rank_its_steps(tmp_path):
+    ranking = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with ocp.CheckpointManager(tmp_path, options=ranking) as manager:
+        for step, loss in ((1, 0.1), (2, 0.5)):
+            manager.save(step, args=ocp.args.StandardSave(STATE), metrics={"loss": loss})
+    with zerojax.Checkpoints(tmp_path, keep=1, best="loss") as checkpoints:
+        assert checkpoints.best() == 1
+        with pytest.warns(UserWarning, match="it reads the state, but not metrics beside it"):
+            checkpoints.resume(STATE, step=2)
+        checkpoints.save(3, STATE, metrics={"loss": 0.3})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 3]
+
+
 # -- no `with` block
 
 

@@ -57,14 +57,18 @@ def pack(
     return {OUR_KEY: {"data": [json.loads(text) for text in _gathered(mine)], **rest}}
 
 
-def saved_metrics(step: epath.Path) -> dict[str, float]:
-    """Returns the metric that a step's directory was saved with; nothing if that is damaged."""
-    try:
-        file = (_files.tree_in(step) or step) / _files.METADATA
-        custom = json.loads(file.read_bytes())["custom_metadata"]
-        return {name: float(value) for name, value in custom[OUR_KEY]["metrics"].items()}
-    except (*_files.DAMAGE, OSError):
-        return {}
+def saved_metric(step: epath.Path, name: str) -> float | None:
+    """Returns a metric that a step's directory was saved with, by zerojax or an Orbax manager."""
+    of_orbax, tree = step / "metrics", _files.tree_in(step)
+    if of_orbax.exists():
+        metrics = json.loads((of_orbax / "metrics").read_bytes())
+    elif tree is not None:
+        custom = json.loads((tree / _files.METADATA).read_bytes()).get("custom_metadata") or {}
+        metrics = custom.get(OUR_KEY, {}).get("metrics", {})
+    else:
+        return None
+    value = metrics.get(name)
+    return None if value is None else float(value)
 
 
 def unpack(custom_metadata: dict[str, PyTree], path: object, *, data: bool = True) -> Extras:

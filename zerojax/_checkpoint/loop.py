@@ -37,29 +37,30 @@ def complete_steps(directory: epath.PathLike) -> Iterator[ocp.path.step.Metadata
     return (step for step in STEPS.find_all(directory) if _files.is_complete(step.path))
 
 
-def best_of(steps: Iterable[int], ranks: Mapping[int, float]) -> int | None:
+def best_of(steps: Iterable[int], ranks: Mapping[int, float | None]) -> int | None:
     """Returns the step that ranks highest, the newest of equals."""
-    ranked = (step for step in steps if step in ranks)
-    return max(ranked, key=lambda step: (ranks[step], step), default=None)
+    ranked = [(rank, step) for step in steps if (rank := ranks.get(step)) is not None]
+    return max(ranked, default=(None, None))[1]
 
 
 def manager_of(
     directory: epath.Path,
     handler: _save.Handler,
     keep: int | None,
-    ranks: Mapping[int, float],
+    ranks: Mapping[int, float | None],
     background: bool,
 ) -> ocp.CheckpointManager:
     """Returns Orbax's manager, which counts complete checkpoints only.
 
-    It keeps the newest and the one that ranks best. Orbax's `BestN` would keep each step that was
-    saved without metrics for ever, or never.
+    It keeps the newest, the one that ranks best, and those whose rank is None. Orbax's `BestN`
+    would keep each step that was saved without metrics for ever, or never.
     """
 
     def should_preserve(checkpoints: Sequence[PolicyCheckpointInfo], **_: object) -> list[bool]:
         steps = [checkpoint.step for checkpoint in checkpoints]
         newest = steps if keep is None else steps[-keep:]
-        return [step in newest or step == best_of(steps, ranks) for step in steps]
+        kept = {best_of(steps, ranks), *(step for step in ranks if ranks[step] is None)}
+        return [step in newest or step in kept for step in steps]
 
     policy: Any = types.SimpleNamespace(should_preserve=should_preserve)
     names: Any = types.SimpleNamespace(
@@ -140,11 +141,20 @@ class Checkpoints:
         self._signalled = threading.Event()
         self._ahead: collections.deque[jax.Array] = collections.deque()  # an array of each step
         self._handler = _save.Handler()
-        self._ranks: dict[int, float] = {}  # of the steps that were saved with the metric `best`
+        # Of the steps that were saved with the metric `best`; None if it cannot be read.
+        self._ranks: dict[int, float | None] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(_files.only_writer(self.directory, self.directory / ".lock"))
             for step in self.steps() if best is not None else ():
-                self._rank(step, _extras.saved_metrics(self.directory / str(step)))
+                path = self.directory / str(step)
+                try:
+                    self._rank(step, _extras.saved_metric(path, best))
+                except (*_files.DAMAGE, OSError, OverflowError) as error:
+                    self._ranks[step] = None
+                    warn(
+                        f"{best!r} of {path} cannot be read ({error}): step {step} has no rank, "
+                        "and is kept until you remove it."
+                    )
             self._manager = manager_of(self.directory, self._handler, keep, self._ranks, background)
             stack.callback(self._manager.close)
             stack.enter_context(_processes.noting_sigterm(self._signalled))
@@ -309,15 +319,14 @@ class Checkpoints:
         ranking = {name: float(metrics[name]) for name in metrics if name == best}
         custom = _extras.pack(step, *extras, metrics=ranking)
         args = _save.save_args(self._handler, state, custom, shapes)
-        self._rank(step, ranking)
+        self._rank(step, ranking.get(best))
         with self._cleaned_up():
             self._manager.save(step, args=args, force=True)
 
-    def _rank(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _rank(self, step: int, metric: float | None) -> None:
         """Notes a number that is higher for a better step, and lowest for NaN."""
-        if self._best is not None and self._best in metrics:
-            rank = self._sign * metrics[self._best]
-            self._ranks[step] = -math.inf if math.isnan(rank) else rank
+        if metric is not None:
+            self._ranks[step] = -math.inf if math.isnan(metric) else self._sign * metric
 
     def _check_free(self, step: int, is_there: bool) -> None:
         path = self.directory / str(step)
