@@ -298,8 +298,7 @@ class Watchdog:
         after = "" if step is None else f" after step {step}"
         say(
             f"process {jax.process_index()} of {jax.process_count()} was not alive for "
-            f"{self.seconds:g} s{after}. This process hangs, or one that it "
-            "waits for. Its threads:"
+            f"{self.seconds:g} s{after}. This process hangs, or one that it waits for. Its threads:"
         )
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
         sys.stdout.flush()
