@@ -152,6 +152,10 @@ def unfinished(directory: epath.Path, name: str = "*") -> list[epath.Path]:
     return list(directory.glob(f"{name}.orbax-checkpoint-tmp*"))
 
 
+def nbytes(struct: jax.ShapeDtypeStruct) -> int:
+    return struct.size * struct.dtype.itemsize
+
+
 def grouped(items: Iterable[T], nbytes: Callable[[T], int], most: float) -> Iterator[list[T]]:
     """Yields the items in groups of at most `most` bytes; a larger one is a group of its own."""
     group: list[T] = []

@@ -145,16 +145,8 @@ class Checkpoints:
         self._ranks: dict[int, float | None] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(_files.only_writer(self.directory, self.directory / ".lock"))
-            for step in self.steps() if best is not None else ():
-                path = self.directory / str(step)
-                try:
-                    self._rank(step, _extras.saved_metric(path, best))
-                except (*_files.DAMAGE, OSError, OverflowError) as error:
-                    self._ranks[step] = None
-                    warn(
-                        f"{best!r} of {path} cannot be read ({error}): step {step} has no rank, "
-                        "and is kept until you remove it."
-                    )
+            if best is not None:
+                self._rank_saved(best)
             self._manager = manager_of(self.directory, self._handler, keep, self._ranks, background)
             stack.callback(self._manager.close)
             stack.enter_context(_processes.noting_sigterm(self._signalled))
@@ -322,6 +314,18 @@ class Checkpoints:
         self._rank(step, ranking.get(best))
         with self._cleaned_up():
             self._manager.save(step, args=args, force=True)
+
+    def _rank_saved(self, best: str) -> None:
+        for step in self.steps():
+            path = self.directory / str(step)
+            try:
+                self._rank(step, _extras.saved_metric(path, best))
+            except (*_files.DAMAGE, OSError, OverflowError) as error:
+                self._ranks[step] = None
+                warn(
+                    f"{best!r} of {path} cannot be read ({error}): step {step} has no rank, and is "
+                    "kept until you remove it."
+                )
 
     def _rank(self, step: int, metric: float | None) -> None:
         """Notes a number that is higher for a better step, and lowest for NaN."""

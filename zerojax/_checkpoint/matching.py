@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from zerojax._checkpoint import files as _files, tensor_files as _tensor_files
+from zerojax._checkpoint import files as _files
 from zerojax._plan import move as _move
 from zerojax._plan.padding import Shape
 from zerojax._state import state as _state
@@ -185,7 +185,7 @@ def stored_struct(value: PyTree) -> jax.ShapeDtypeStruct:
 
 
 def nbytes(value: PyTree) -> int:
-    return _tensor_files.nbytes(stored_struct(value))
+    return _files.nbytes(stored_struct(value))
 
 
 def _same_type(saved: jax.ShapeDtypeStruct, dtype: np.dtype, cast: bool) -> bool:

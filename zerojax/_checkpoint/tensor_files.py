@@ -46,7 +46,7 @@ class FileTensor(NamedTuple):
 def write(directory: str, tensors: Mapping[str, Written], most: float) -> None:
     """Writes files of `most` bytes and their index, in process 0; all processes call it."""
     first = jax.process_index() == 0
-    sizes = {name: nbytes(struct) for name, (struct, _) in tensors.items()}
+    sizes = {name: _files.nbytes(struct) for name, (struct, _) in tensors.items()}
     files = list(_files.grouped(tensors, sizes.__getitem__, most))
     weight_map = {}
     for number, group in enumerate(files, 1):
@@ -63,16 +63,12 @@ def write(directory: str, tensors: Mapping[str, Written], most: float) -> None:
         pathlib.Path(directory, INDEX).write_text(json.dumps(index))
 
 
-def nbytes(struct: jax.ShapeDtypeStruct) -> int:
-    return struct.size * struct.dtype.itemsize
-
-
 def _write_file(file: IO[bytes], tensors: Mapping[str, Written], first: bool) -> None:
     kinds = {dtype: kind for kind, dtype in DTYPES.items()}
     entries: dict[str, object] = {}
     sums, end = dict.fromkeys(tensors, 0), 0
     for name, (struct, _) in tensors.items():
-        start, end = end, end + nbytes(struct)
+        start, end = end, end + _files.nbytes(struct)
         entry = {"dtype": kinds[str(struct.dtype)], "shape": [*struct.shape]}
         entries[name] = entry | {"data_offsets": [start, end]}
     file.write(_header(entries, sums))
