@@ -1,7 +1,7 @@
 """Activations that wait for backward elsewhere: in host memory, or in parts over a mesh axis.
 
 Gains memory, modelled for 7.5B on 8 H100s at 50 GB/s: a peak of 6.8 GiB for 7.8, in 609 ms for 553;
-with `order="layers"` and 8 microbatches on 64 H100s 5.8 GiB for 14.5, in 4511 ms for 4201. Over an
+with `order="layers"` and 8 microbatches on 64 H100s 6.8 GiB for 15.6, in 4754 ms for 4446. Over an
 axis of two devices, half the bytes. Costs 50 lines of code.
 """
 
