@@ -185,10 +185,14 @@ def test_checkpoints_take_trees_of_arrays_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("integers", [2**40, np.full(2, 2**40), np.uint64(2**63)])
-def test_integers_that_jax_cuts_off_are_not_saved_as_others(tmp_path, integers):
+def test_numbers_that_jax_cuts_off_are_not_saved_as_others(tmp_path, integers):
     message = r"n has integers that JAX truncates.*jax_enable_x64. Set that, or .*metadata="
     with pytest.raises(ValueError, match=message):
         zerojax.save(tmp_path / "c", {"n": integers})
+    for floats in (1e-46, np.array([1, 1e39])):  # 0 and infinity in float32
+        with pytest.raises(ValueError, match=message.replace("integers", "floats")):
+            zerojax.save(tmp_path / "c", {"n": floats})
+    zerojax.save(tmp_path / "f", {"n": np.array([0.1, np.inf, 0])})
     zerojax.save(tmp_path / "c", {"n": np.full(2, 2**31 - 1)})
     assert list(zerojax.restore(tmp_path / "c", {"n": np.zeros(2, int)})["n"]) == [2**31 - 1] * 2
 

@@ -231,9 +231,19 @@ def check_leaves(state: PyTree) -> None:
             raise TypeError(f"{leaf.name} is a shape without values. Pass a state with arrays.")
         array = leaf.value if isinstance(leaf.value, jax.Array) else np.asarray(leaf.value)
         seen = _state.shape_dtype(leaf.value).dtype  # by a step
-        if array.dtype != seen and array.dtype.kind in "iu" and (array.astype(seen) != array).any():
+        if array.dtype == seen or array.dtype.kind not in "iuf":
+            continue
+        with np.errstate(all="ignore"):
+            cast = array.astype(seen)
+        lost, kind = cast != array, "integers"
+        if array.dtype.kind == "f":  # rounding is no loss
+            lost, kind = (
+                (np.isinf(cast) != np.isinf(array)) | ((cast == 0) != (array == 0)),
+                "floats",
+            )
+        if lost.any():
             raise ValueError(
-                f"{leaf.name} has integers that JAX truncates without jax_enable_x64. Set that, or "
+                f"{leaf.name} has {kind} that JAX truncates without jax_enable_x64. Set that, or "
                 "save them as metadata=."
             )
 
