@@ -237,10 +237,8 @@ def check_leaves(state: PyTree) -> None:
             cast = array.astype(seen)
         lost, kind = cast != array, "integers"
         if array.dtype.kind == "f":  # rounding is no loss
-            lost, kind = (
-                (np.isinf(cast) != np.isinf(array)) | ((cast == 0) != (array == 0)),
-                "floats",
-            )
+            lost = (np.isinf(cast) != np.isinf(array)) | ((cast == 0) != (array == 0))
+            kind = "floats"
         if lost.any():
             raise ValueError(
                 f"{leaf.name} has {kind} that JAX truncates without jax_enable_x64. Set that, or "
