@@ -182,7 +182,7 @@ def test_codes_and_scales_ride_in_one_collective_that_compute_hides():
 
 @pytest.mark.gpu_code
 def test_one_axis_over_several_hosts_is_refused():
-    message = r"over 'data', 16 devices on 2 hosts: .* zerojax\.mesh\(node=2, gpu=8\), axis="
+    message = r"over 'data', 16 devices on 2 hosts, each .* zerojax\.mesh\(node=2, gpu=8\), axis="
     step, *args = step_on_gpus("16xH100", (16,), ("data",), reduce="int8")
     with pytest.raises(ValueError, match=message):
         step.lower(*args)
