@@ -22,7 +22,7 @@ R = TypeVar("R")
 P = ParamSpec("P")
 HERE = "{options}"  # where a docstring gets the help of the options
 WIDTH = 96
-_TAKEN_BY: dict[str, list[str]] = defaultdict(list)  # the functions that take an option
+_TAKEN_BY: dict[str, dict[str, None]] = defaultdict(dict)  # the functions that take an option
 
 
 def option(
@@ -79,7 +79,7 @@ def takes(options: Callable[P, S]) -> _Takes[P, S]:
         fields = inspect.signature(options).parameters.values()
         signature = inspect.Signature([*own, *fields])
         for name in inspect.signature(options).parameters:
-            _TAKEN_BY[name].append(function.__name__)
+            _TAKEN_BY[name][function.__name__] = None  # once: nnx has some of the same names
 
         @functools.wraps(function)
         def call(*args: Any, **named: Any) -> R:
@@ -89,8 +89,8 @@ def takes(options: Callable[P, S]) -> _Takes[P, S]:
                 unknown = [name for name in named if name not in signature.parameters] or [""]
                 close = difflib.get_close_matches(unknown[0], signature.parameters, n=1)
                 meant = f" Did you mean {close[0]}=?" if close else ""
-                if others := _TAKEN_BY.get(unknown[0]):
-                    meant = f" {unknown[0]}= is an option of {' and '.join(others)}."
+                if others := [*_TAKEN_BY.get(unknown[0], ())]:
+                    meant = f" {unknown[0]}= is an option of {' and '.join(others[:2])}."
                 raise TypeError(f"{function.__name__}: {error}.{meant}") from None
             own_values = {p.name: values.pop(p.name) for p in own if p.name in values}
             return function(**own_values, **{last.name: make(**values)})

@@ -74,7 +74,9 @@ def test_a_process_that_hangs_ends_all_within_a_bounded_time(tmp_path):
     started = time.monotonic()
     assert all(run.wait(60)) and time.monotonic() - started < 40
     logs = [log.read_text() for log in run.logs]
-    assert any("was not alive for 10 s after step 2. This process hangs, or one" in log for log in logs)
+    assert any(
+        "was not alive for 10 s after step 2. This process hangs, or one" in log for log in logs
+    )
     assert any("worker.py" in log for log in logs), "its threads are listed"
 
 
