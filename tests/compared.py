@@ -69,8 +69,8 @@ def placing(row: Row) -> dict[str, Any]:
 
 def stepping(row: Row) -> dict[str, Any]:
     """What `train_step` is given."""
-    names = ("accumulate", "order", "prefetch", "keep_layers", "update", "activations", "donate")
-    options = {name: getattr(row, name) for name in names}
+    names = "accumulate order prefetch keep_layers roll update activations donate"
+    options = {name: getattr(row, name) for name in names.split()}
     near = [axis for axis, kinds in row.kinds.items() if kinds == 3] or list(row.sizes)
     return options | {
         "regather": near[-1] if row.regather == "near" else row.regather,
@@ -278,7 +278,10 @@ def shown_as_on_one_device(row: Row, state: Any, wanted: End) -> End:
         assert stored.keys() == params.keys()
         assert row.optimizer == "frozen" or masters.keys() == params.keys()
         for name, exact in params.items():
-            np.testing.assert_array_equal(stored[name], exact.astype(jnp.bfloat16), name)
+            # XLA may compute a master twice, in two fusions that do not round its last bit alike.
+            ends = [(exact * (1 + off)).astype(jnp.bfloat16) for off in (-1e-6, 1e-6)]
+            nearest = np.clip(stored[name], np.minimum(*ends), np.maximum(*ends))
+            np.testing.assert_array_equal(stored[name], nearest, name)
     stats = state.variables["values"] if row.model == "nnx" else getattr(state, "stats", None)
     return End(params, opt_state, stats, {})
 

@@ -55,6 +55,19 @@ def masked(_: bool) -> Model:
     return Model({"w": jnp.zeros((64, 16))}, loss, (jnp.zeros((64, 64)), jnp.zeros(64, bool)))
 
 
+def layers(remat: bool) -> Model:
+    """Layers in a Python loop."""
+
+    def loss(params, x):
+        layer = lambda x, p: x + jnp.tanh(x @ p["up"]) @ p["down"]
+        for p in params["layers"]:
+            x = (jax.checkpoint(layer) if remat else layer)(x, p)
+        return jnp.mean(x**2)
+
+    one = {"up": jnp.zeros((64, 128)), "down": jnp.zeros((128, 64))}
+    return Model({"layers": [one] * 4}, loss, jnp.zeros((64, 64)))
+
+
 def tensor(remat: bool, unroll: int = 1) -> Model:
     """Layers whose weights are annotated with an axis of the user's own."""
     wrap = jax.checkpoint if remat else lambda f: f
@@ -82,6 +95,7 @@ def module(_: bool) -> Model:
 
 OWN_MODELS = {
     "odd": lambda remat: odd_gpt(64, remat), "wide": wide, "lookup": lookup, "masked": masked,
+    "layers": layers,
     "tensor": tensor, "unrolled": functools.partial(tensor, unroll=2), "scaled": scaled,
     "module": module,
 }  # fmt: skip
@@ -206,6 +220,8 @@ ROWS = {
     "hpz": Row("gpt remat", HPZ, dict(prefetch=1, accumulate=2)),
     "slow axis": Row("mlp", dict(stage=1, groups={"grads": "node"}) | BOTH),
     "racks": Row("odd", dict(groups={"params": "gpu", "grads": ("node", "gpu")}) | RACKS),
+    "python loop": Row("layers", dict(stage=3), dict(roll=True)),
+    "python loop, remat": Row("layers remat", dict(stage=3)),
     "tensor": Row("tensor remat", dict(mesh=mesh_of(data=4, tensor=2))),
     "tensor, activations": Row(
         "tensor remat", dict(mesh=mesh_of(data=4, tensor=2)), dict(activations=("host", "tensor"))
@@ -258,6 +274,7 @@ ROWS = {
         batch_specs=P("data"),
     ), lowering.evaluate),
     "gradients": Row("transformer", dict(stage=2), dict(has_aux=True), lowering.grads),
+    "gradients, python loop": Row("layers", dict(stage=3), dict(roll=True), lowering.grads),
     "gradients, layers kept": Row("gpt", dict(stage=3), dict(keep_layers=2), lowering.grads),
     "gradients, layers first": Row("wide remat", dict(stage=3), dict(
         accumulate=2, order="layers", prefetch=1, precision=precision(compute="bfloat16"),

@@ -38,6 +38,7 @@ class Row:
     regather: bool | str = True
     prefetch: int = 0
     keep_layers: int = 1
+    roll: bool | str = True
     offload: tuple[str, ...] = ()
     update: str = "auto"
     activations: str | None = None
@@ -89,7 +90,7 @@ MASTERS = "compute=bfloat16 param=bfloat16 master=float32"
 BOTH = ("opt_state", "params")
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "model": ("gpt", "mlp", "linen", "convnet", "nnx", "equinox"),
+    "model": ("gpt", "unrolled", "mlp", "linen", "convnet", "nnx", "equinox"),
     "remat": (False, True),
     "shapes": ("even", "padded", "whole"),  # which devices divide; or do not, with pad=False
     "layout": (
@@ -109,6 +110,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "regather": (True, False, "near"),
     "prefetch": (0, 1),
     "keep_layers": (1,),
+    "roll": (True, False, "auto"),
     "offload": ((), ("opt_state",), BOTH),
     "update": ("auto", "backward"),
     "activations": (None, "host"),
@@ -139,7 +141,20 @@ REFUSED = (
         {"activations": ("host",), "model": LOOPLESS},
         r"activations=\('host',\).*the loss has no scan of stacked parameters",
     ),
-    Refusal({"update": ("backward",), "model": LOOPLESS}, IN_BACKWARD),
+    *(
+        Refusal({"model": ("unrolled",), **option, **stays}, says)
+        for option, says in (
+            ({"order": ("layers",), "accumulate": SEVERAL}, r"order='layers'.*has no scan"),
+            ({"activations": ("host",)}, r"activations=\('host',\).*has no scan"),
+        )
+        for stays in (
+            {"roll": (False, "auto")},
+            {"stage": (2, 1, 0)},
+            {"offload": (BOTH,)},
+            {"optimizer": ("frozen",)},  # other parameters of each layer
+        )
+    ),
+    Refusal({"update": ("backward",), "model": (*LOOPLESS, "unrolled")}, IN_BACKWARD),
     Refusal(
         {"update": ("backward",), "optimizer": ("adafactor", "wrapped", "lamb", "novograd")},
         IN_BACKWARD,
@@ -167,6 +182,7 @@ REFUSED = (
 )
 
 EXACT = {"precision": "", "codes": ""}
+ROLLED = {"model": "unrolled", "stage": 3, "roll": True}
 KEPT = {"model": "gpt", "stage": 3, "prefetch": 1, "regather": True}
 # What has failed, though no pair of it had; and what FACTORS does not have.
 TOGETHER: tuple[dict[str, Any], ...] = (
@@ -186,6 +202,13 @@ TOGETHER: tuple[dict[str, Any], ...] = (
     {"regather": False, "activations": "host", "prefetch": 1},
     {**KEPT, "keep_layers": 2, "activations": "host", "codes": "gather=int8"},
     {**KEPT, "keep_layers": 9, "update": "backward", "regather": "near", "layout": "node=2 gpu=2"},
+    {**ROLLED, **EXACT, "noisy": True, "fields": True, "masked": True, "accumulate": 2},
+    {**ROLLED, "remat": True, "roll": "auto", "shapes": "padded", "codes": "gather=int8"},
+    {**ROLLED, "order": "layers", "accumulate": 4, "layout": "node=2/3 gpu=2/1", "noisy": True},
+    {**ROLLED, "activations": "host", "prefetch": 1, "codes": "reduce=int8"},
+    {**ROLLED, "remat": True, "prefetch": 1, "precision": MASTERS, "offload": ("opt_state",)},
+    {**ROLLED, "regather": "near", "layout": "node=2/1 gpu=3/3", "optimizer": "muon", **EXACT},
+    {**ROLLED, "regather": False, "layout": "node=2 gpu=2", "skip": True, "optimizer": "frozen"},
     {"skip": True, "codes": "reduce=int8", "offload": ("opt_state",)},
     {"layout": "node=2/2 gpu=2/3", "codes": "gather=int8", "prefetch": 1},
     {"layout": "data=1", "optimizer": "lion", **EXACT},
@@ -288,6 +311,8 @@ def walk(seed: int, number: int) -> Row:
     }
     if levels["prefetch"] and levels["regather"]:
         levels["keep_layers"] = rng.choice((1, 2, 9))
+    if levels["model"] == "unrolled":  # where parameters are whole, no layers are rolled up
+        levels |= {"order": "microbatches", "activations": None}
     if number < len(CHAINS):
         levels |= {"layout": CHAINS[number], "codes": "reduce=int8"}
     return Row(**levels)

@@ -151,6 +151,36 @@ def gpt(sizes: Sizes) -> Subject:
     return Subject(params, stats, apply, some_tokens)
 
 
+def unrolled(sizes: Sizes) -> Subject:
+    """Layers in a Python loop, with dropout by depth and statistics for each. The head also reads
+    what the second layer returns."""
+    dim, hidden, vocab = sizes
+    rng, ones = np.random.default_rng(5), lambda *shape: np.ones(shape, np.float32)
+    layers = [
+        {"norm": ones(dim), "up": normal(rng, dim, hidden), "down": normal(rng, hidden, dim)}
+        for _ in range(4)
+    ]
+    params = {"embed": normal(rng, vocab, dim), "norm": ones(dim), "layers": layers}
+    stats = {f"layer{n}": zeros(dim)["mean"] for n in range(len(layers))} | {
+        "seen": zeros(1)["seen"]
+    }
+
+    def layer(p, mean, x, key, rate):
+        h = norm(centred(x, mean), p["norm"])
+        return x + dropout(jnp.tanh(h @ p["up"]), key, rate) @ p["down"], averaged(mean, x)
+
+    def apply(params, stats, tokens, key, rate, wrap):
+        x, new, hidden = params["embed"][tokens] * dim**0.5, {"seen": stats["seen"] + 1}, []
+        for n, p in enumerate(params["layers"]):
+            own = None if key is None else jax.random.fold_in(key, n)
+            x, mean = wrap(layer)(p, stats[f"layer{n}"], x, own, rate * (n + 1) / 4)
+            hidden, new = [*hidden, x], new | {f"layer{n}": mean}
+        logits = norm(x + hidden[1], params["norm"]) @ params["embed"].T
+        return next_token(logits, tokens), new, scale_of(logits)
+
+    return Subject(params, stats, apply, some_tokens)
+
+
 # -- Flax linen
 
 
@@ -336,6 +366,7 @@ def equinox_model(sizes: Sizes) -> Subject:
 
 MODELS = {
     "gpt": gpt,
+    "unrolled": unrolled,
     "mlp": mlp,
     "linen": transformer,
     "convnet": convnet,

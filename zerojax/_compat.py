@@ -29,6 +29,7 @@ REMAT = frozenset({"remat", "remat2", "checkpoint"})
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 # Parameters of calls with derivatives by users, which JAX traces when it differentiates.
 THUNKS = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
+DERIVATIVES = THUNKS | {"bwd", "out_trees"}
 
 # -- jaxprs
 
@@ -126,6 +127,19 @@ def without_outer_scope(jaxpr: Jaxpr) -> tuple[str, Jaxpr]:
     return str(stacks[0][:depth]), jaxpr.replace(eqns=eqns)
 
 
+def in_common_scope(eqns: Sequence[JaxprEqn]) -> JaxprEqn:
+    """Returns the first equation, in a scope with the names of the first and the last."""
+    info = eqns[0].source_info
+    stacks = [info.name_stack.stack, eqns[-1].source_info.name_stack.stack]
+    if stacks[0] == stacks[1] or len({*map(len, stacks)}) > 1:
+        return eqns[0]
+    levels = zip(*stacks, strict=True)
+    scopes = [a if a == b else a._replace(name=f"{a.name}..{b.name}") for a, b in levels]
+    return eqns[0].replace(
+        source_info=info.replace(name_stack=type(info.name_stack)(tuple(scopes)))
+    )
+
+
 def scope_of(eqn: JaxprEqn) -> str:
     """Returns the name scope that an equation is in."""
     return str(eqn.source_info.name_stack)
@@ -149,6 +163,34 @@ def without_unread(jaxpr: Jaxpr) -> Jaxpr:
     if has_side_effects(jaxpr):
         return jaxpr
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def with_inner_jaxpr(eqn: JaxprEqn, jaxpr: Jaxpr, added: Sequence[Var]) -> JaxprEqn:
+    """Returns a remat equation that runs another jaxpr, with more inputs."""
+    info = jaxpr.debug_info
+    info = info._replace(arg_names=("",) * (len(jaxpr.invars) + len(added)))
+    jaxpr = jaxpr.replace(invars=[*jaxpr.invars, *added], debug_info=info)
+    return eqn.replace(params={**eqn.params, "jaxpr": jaxpr})
+
+
+def derivatives(eqn: JaxprEqn) -> list[tuple[Jaxpr, Sequence[ArrayLike]]]:
+    """Returns the jaxprs of the derivative that a user wrote for an equation, with constants."""
+    params = eqn.params
+    zeros = [False] * (len(eqn.invars) - params.get("num_consts", 0))
+    if thunk := params.get("jvp_jaxpr_fun"):
+        jaxpr, consts, *_ = thunk.call_wrapped(*zeros)
+        return [(jaxpr, consts)]
+    if not (thunk := params.get("fwd_jaxpr_thunk")):
+        return []
+    jaxpr, consts = thunk.call_wrapped(*zeros)
+    _, residuals, places = params["out_trees"]()
+    kept = residuals.num_leaves - sum(place is not None for place in places)
+    new = iter(jaxpr.outvars[:kept])
+    avals = [next(new).aval if at is None else eqn.invars[at].aval for at in places]
+    avals += [v.aval.to_tangent_aval() for v in jaxpr.outvars[kept:]]
+    inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    closed = jax.make_jaxpr(params["bwd"].call_wrapped)(*inputs)
+    return [(jaxpr, consts), opened(closed)]
 
 
 def run_jaxpr(jaxpr: Jaxpr, args: Sequence[ArrayLike]) -> list[Array]:

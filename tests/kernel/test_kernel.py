@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 
 import jax
 import optax
@@ -20,12 +21,31 @@ def code(names):
     return sum(len(house.code_lines(SOURCES[name])) for name in names)
 
 
+def used_by_the_kernel(module):
+    """The source of those definitions of a module that the kernel names, and that these name."""
+    nodes = {}
+    for node in ast.parse(SOURCES[module]).body:
+        targets = getattr(node, "targets", [getattr(node, "target", node)])
+        names = [getattr(target, "name", getattr(target, "id", None)) for target in targets]
+        nodes |= {name: node for name in names if name}
+    named = lambda text: nodes.keys() & set(re.findall(r"\w+", text))
+    used, more = set(), named("".join(MODULES.values()))
+    while more - used:
+        used |= more
+        more = named("".join(map(ast.unparse, {nodes[name] for name in used})))
+    return "\n".join(ast.unparse(nodes[name]) for name in used)
+
+
 def test_the_kernel_keeps_its_budget():
     assert [f"_kernel.{name}" for name in house.KERNEL] == sorted(
         MODULES, key=lambda name: house.KERNEL.index(name.partition(".")[2])
     )
     assert len(MODULES) <= 10 and code(MODULES) <= 2300
-    assert code([*MODULES, *house.BENEATH_KERNEL]) <= 2500
+    beneath = sum(
+        len(house.code_lines(text))
+        for text in map(used_by_the_kernel, sorted(house.BENEATH_KERNEL))
+    )
+    assert code(MODULES) + beneath <= 2500
 
 
 def test_the_kernel_imports_nothing_else_of_the_library():

@@ -180,11 +180,11 @@ def split_of(scopes: Sequence[Scope]) -> Split:
     for var, *operands in zip(split.invars, *(scope.operands for scope in scopes), strict=True):
         found = unique(operand.cut.path for operand in operands if isinstance(operand, Shard))
         if found:
-            paths[var] = _common(found)
+            paths[var] = common_path(found)
     return split.renamed(paths)
 
 
-def _common(paths: Sequence[str]) -> str:
+def common_path(paths: Sequence[str]) -> str:
     """Returns one path for several, with a star at each level where they differ."""
     levels = zip(*(path.split("/")[::-1] for path in paths), strict=False)
     names = [found[0] if len({*found}) == 1 else "*" for found in levels]

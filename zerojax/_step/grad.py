@@ -3,19 +3,17 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import ParamSpec
+from typing import NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 from jax.extend.core import Jaxpr
 
 from zerojax import _compat
 from zerojax._declared import takes
 from zerojax._features.in_backward import InBackward, NoGradientError
-from zerojax._kernel.device import wide
 from zerojax._kernel.jaxprs import is_var, reads, type_of
 from zerojax._loss import (
     arguments as _arguments,
@@ -28,7 +26,7 @@ from zerojax._plan import mesh as _mesh, move as _move, padding as _padding
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import cast_floats
 from zerojax._state import refusals as _refusals
-from zerojax._step.program import Program
+from zerojax._step.program import Program, sum_of_squares
 from zerojax._step.step_options import LossOptions, ValueOptions, precision_of
 from zerojax._types import PyTree, is_key
 from zerojax._warn import warn
@@ -90,6 +88,21 @@ def value_and_grad(
     return fn
 
 
+class Graded(NamedTuple):
+    """A loss and its gradients; these are None without derivatives, and for what backward updated.
+
+    `norms` has the norms of gradients: of what it updated, and of those at positions in `normed`.
+    """
+
+    loss: Array
+    aux: PyTree
+    grads: PyTree
+    done: dict[int, Array]  # by position in the state, leaves that backward updated
+    norms: list[Array]
+    normed: set[int]
+    told: list[str]  # of layers that are rolled up, and those that are not
+
+
 @_mesh.auto_axes()
 def loss_and_grads(
     loss_fn: Callable[..., PyTree],
@@ -98,13 +111,8 @@ def loss_and_grads(
     params: PyTree,
     args: Sequence[PyTree],
     backward: InBackward | None = None,
-) -> tuple[Array, PyTree, PyTree, dict[int, Array], list[Array]]:
-    """Returns the mean loss, the aux, the gradients, and what backward updated: new leaves of the
-    state by their positions, and the sum of the squares of each of their gradients.
-
-    The gradients of what it updated are None; without derivatives all are. Gradients are padded
-    where the parameters are.
-    """
+) -> "Graded":
+    """Runs the loss. Gradients are padded where the parameters are."""
     plan.check_params(params)
     values, treedef = jax.tree.flatten(plan.pad_params(params))
     shapes = [np.shape(value) for value in jax.tree.leaves(params)]
@@ -119,11 +127,11 @@ def loss_and_grads(
     ]
     sharded = program.on_all_devices()
 
-    def run(*inputs: PyTree) -> tuple[Array, PyTree, PyTree, PyTree]:
-        loss, aux, grads, new = sharded(*inputs)
+    def run(*inputs: PyTree) -> tuple[Array, PyTree, PyTree, PyTree, list[Array]]:
+        loss, aux, grads, new, squares = sharded(*inputs)
         if options.differentiates:
             grads = plan.like_params(grads, shapes)
-        return loss, aux, grads, new
+        return loss, aux, grads, new, squares
 
     # Without this jit, a call from plain Python would run the loss one operation at a time.
     jitted, inputs = jax.jit(run), (values, arg_values, program.traced.closed_over, state)
@@ -131,7 +139,7 @@ def loss_and_grads(
         with _noted_errors():
             if not sums_narrow(plan.mesh, plan.batch_axes):
                 _check_sums(jitted.trace(*inputs).jaxpr.jaxpr)
-            loss, aux, grads, new = _nans.run(
+            loss, aux, grads, new, squares = _nans.run(
                 jitted, inputs, lambda: _nans.explain(loss_fn, plan, params, args, roles)
             )
     except NoGradientError as error:
@@ -140,9 +148,12 @@ def loss_and_grads(
         return loss_and_grads(loss_fn, plan, options, params, args, backward)
     grads = treedef.unflatten(grads) if options.differentiates else None
     done: dict[int, Array] = {}
-    for update, (*stacks, _) in zip(program.updated, new, strict=True):
+    for update, stacks in zip(program.updated, new, strict=True):
         done.update(zip(update.stacks, stacks, strict=True))
-    return loss, aux, grads, done, [squares for *_, squares in new]
+    rows = [row for k in program.normed for row in program.rolled.bundles[k].rows]
+    normed = {at for row in rows for at in row}
+    norms = list(map(jnp.sqrt, squares))
+    return Graded(loss, aux, grads, done, norms, normed, program.rolled.told)
 
 
 def _program(
@@ -240,17 +251,11 @@ def _check_sums(program: Jaxpr) -> None:
             )
 
 
-def grad_norm(grads: PyTree, squares: Sequence[Array] = ()) -> Array:
-    """Returns the norm of all gradients; `squares` has the sums of squares of those that are
-    gone."""
+def grad_norm(grads: PyTree, norms: Sequence[Array] = ()) -> Array:
+    """Returns the norm of all gradients, those with these norms among them."""
     floats = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.inexact)]
-    return jnp.sqrt(sum([*map(_sum_of_squares, floats), *squares], jnp.zeros(())))
-
-
-@jax.jit  # so that JAX traces it once for all gradients of one shape
-def _sum_of_squares(grad: Array) -> Array:
-    # Squares of narrower dtypes overflow or vanish.
-    return jnp.asarray(optax.tree.norm(grad.astype(wide(grad.dtype)), squared=True))
+    squares = [*map(sum_of_squares, floats), *map(jnp.square, norms)]
+    return jnp.sqrt(sum(squares, jnp.zeros(())))
 
 
 @contextlib.contextmanager

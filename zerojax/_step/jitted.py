@@ -16,6 +16,7 @@ from zerojax._features import (
     in_backward as _in_backward,
     xla_options as _xla_options,
 )
+from zerojax._kernel.pieces import unique
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import plan_of
 from zerojax._loss.trace import named_axes
@@ -46,6 +47,14 @@ class Step:
         self.by_plan: dict[Plan | None, tuple[Jitted, _xla_options.XlaOptions]] = {}
         self.checked: set[Plan] = set()
         self.agreed: set[tuple[Plan, str]] = set()
+
+    def __repr__(self) -> str:
+        """Says what has become of layers in Python loops, by each plan that the step has seen."""
+        options = self.recipe.options
+        kind = "training step" if options.differentiates else "evaluation"
+        name = getattr(self.recipe.loss_fn, "__name__", type(self.recipe.loss_fn).__name__)
+        told = unique(text for texts in self.recipe.layers.values() for text in texts)
+        return "\n  ".join([f"<zerojax {kind} of {name}>", *told])
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         """Runs the step on `(state, batch[, rng])`."""

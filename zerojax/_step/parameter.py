@@ -30,6 +30,7 @@ class StepParam(Param):
     accumulates: bool  # over microbatches that run one after another
     update: LayerUpdate | None = None  # that backward applies
     loops: bool = False  # whether the engine differentiates loops over layers in any case
+    copied: bool = False  # whether the step copies it, in the dtype in which it travels
 
     @classmethod
     def of(cls, leaf: LeafPlan, plan: Plan, precision: Precision, **others: Any) -> "StepParam":
@@ -56,7 +57,7 @@ class StepParam(Param):
 
     @property
     def is_own_source(self) -> bool:
-        return super().is_own_source and not self.is_brought_near
+        return super().is_own_source and not (self.is_brought_near or self.copied)
 
     @property
     def compute_dtype(self) -> DTypeLike:

@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
@@ -16,11 +18,13 @@ from zerojax._features import activations as _activations, rows as _rows
 from zerojax._features.host_state import are_found
 from zerojax._features.in_backward import InBackward, InLoop, LayerUpdate, NoGradientError
 from zerojax._features.layered import layered
+from zerojax._features.rolled import Rolled, roll, unrolled
 from zerojax._kernel.body import How
 from zerojax._kernel.device import DeviceStep, exact_share, wide
 from zerojax._kernel.jaxprs import type_of
+from zerojax._kernel.places import axes_size
 from zerojax._loss import batch as _batch, fields as _fields, mean as _mean
-from zerojax._loss.trace import TracedLoss
+from zerojax._loss.trace import TracedLoss, as_one_device
 from zerojax._plan.plan import Plan
 from zerojax._step.parameter import StepParam
 from zerojax._step.step_options import LossOptions, how_on, precision_of
@@ -42,17 +46,24 @@ class Program(DeviceStep[StepParam]):
         self.plan, self.options, self.traced, self.per_example = plan, options, traced, per_example
         self.microbatches = _batch.Microbatches(roles, options.accumulate)
         self.precision = precision_of(plan, options.precision)
-        loss, self.counter, self.hoisted = traced.jaxpr, None, []
+        self.rolled = unrolled(traced.jaxpr, plan.params)
+        if axes_size(plan.mesh, plan.groups.params) > 1:
+            self.rolled = as_one_device(self.rolled_up, plan.mesh, plan.batch_axes)
+        loss, leaves = self.rolled.jaxpr, self.rolled.leaves
+        self.counter, self.hoisted = None, []
         if options.accumulate > 1:
-            loss, self.counter, self.hoisted = _mean.hoist_counts(loss, len(plan.params))
+            loss, self.counter, self.hoisted = _mean.hoist_counts(loss, len(leaves))
         axes, self.constants = plan.batch_axes, ()
         if options.is_layered:
-            inputs = len(plan.params), self.microbatches, plan.mesh, axes
+            inputs = len(leaves), self.microbatches, plan.mesh, axes
             loss, self.constants = layered(loss, *inputs)
         accumulates, loops = options.rounds > 1, bool(options.activations)
+        copied = len(self.rolled.bundles)
         params = [
-            StepParam.of(leaf, plan, self.precision, accumulates=accumulates, loops=loops)
-            for leaf in plan.params
+            StepParam.of(
+                leaf, plan, self.precision, accumulates=accumulates, loops=loops, copied=at < copied
+            )
+            for at, leaf in enumerate(leaves)
         ]
         how = How(regather=False, prefetch=0)  # until it is known what backward updates
         super().__init__(loss, params, plan.mesh, axes, how, _rows.attach)
@@ -77,6 +88,11 @@ class Program(DeviceStep[StepParam]):
             counted=functools.partial(are_found, plan.mesh.devices.flat[0]),
         )
         self.reached: set[str] = set()  # paths of parameters that backward has updated
+        whole = enumerate(self.rolled.are_whole)
+        self.normed = [k for k, is_whole in whole if is_whole and self.params[k].is_varied]
+
+    def rolled_up(self) -> Rolled:
+        return roll(self.traced.jaxpr, self.plan.params, self.plan.mesh, self.options.roll)
 
     def update_in(self, backward: InBackward) -> None:
         """Has backward update the parameters that it can."""
@@ -105,12 +121,15 @@ class Program(DeviceStep[StepParam]):
         state = [(self.specs_at(u.stacks[1:]), self.specs_at(u.given)) for u in self.updated]
         return params, args, [PartitionSpec()] * len(self.traced.closed_over), state
 
-    def out_specs(self) -> tuple[PartitionSpec, PyTree, list, list]:
+    def out_specs(self) -> tuple[PartitionSpec, PyTree, list, list, list]:
         batch, replicated = PartitionSpec(self.plan.batch_axes), PartitionSpec()
         aux = jax.tree.map(lambda rows: batch if rows else replicated, self.per_example)
-        grads = [None if p.update else p.leaf.update.local for p in self.params]
-        new = [(*self.specs_at(u.stacks), replicated) for u in self.updated]
-        return replicated, aux, grads if self.options.differentiates else [], new
+        if not self.options.differentiates:
+            return replicated, aux, [], [], []
+        updated = {p.leaf.path for p in self.params if p.update}
+        grads = [None if leaf.path in updated else leaf.update.local for leaf in self.plan.params]
+        new = [tuple(self.specs_at(u.stacks)) for u in self.updated]
+        return replicated, aux, grads, new, [replicated] * (len(new) + len(self.normed))
 
     # -- the program
 
@@ -118,17 +137,21 @@ class Program(DeviceStep[StepParam]):
         self,
         values: list[Array],
         args: list[Array],
-        closed_over: list[Array],
+        closed_over: list[Any],
         state: list[tuple[list[Array], list[Array]]],
-    ) -> tuple[Array, PyTree, list[Array | np.ndarray | None], list[tuple[Array, ...]]]:
-        """Returns the loss, the aux and the gradients, all of them means over the devices; and for
-        each parameter that backward updated, its new stacks and the sum of its gradient's squares.
+    ) -> tuple[
+        Array, PyTree, list[Array | np.ndarray | None], list[tuple[Array, ...]], list[Array]
+    ]:
+        """Returns the loss, the aux and the gradients, all of them means over the devices; the new
+        stacks of each parameter that backward updated; and the sums of the squares of their
+        gradients, and of those at the positions `normed`.
 
         `state` has, for each of these, the state that is updated with it and the state that its
         update only reads.
         """
         args = self.microbatches.prepared(args, self.plan.batch_axes, self.precision.compute)
-        values = self.brought_near(values)
+        closed_over = [*closed_over, *self.rolled.constants]
+        values = self.brought_near(self.rolled.joined(values, self.travel_dtypes))
         counts = self.counts(args, closed_over)
         # The exact part of the mean's factor scales the loss, the remaining one the sums.
         share, remaining = exact_share(self.size * self.options.accumulate)
@@ -161,18 +184,23 @@ class Program(DeviceStep[StepParam]):
         aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
         loss = self.device_mean(loss / self.options.accumulate)
         if not self.options.differentiates:
-            return loss, aux, [], []
+            return loss, aux, [], [], []
         return loss, aux, *self.reduced(grads, remaining)
 
     def brought_near(self, values: list[Array]) -> list[Array]:
         """Returns the parameters after the part of their way that all microbatches share."""
         if not any(p.is_brought_near for p in self.params):
             return values
-        dtypes = self.split.gathered_dtypes
         return [
-            p.brought_near(value, dtype or p.compute_dtype) if p.is_brought_near else value
-            for p, value, dtype in zip(self.params, values, dtypes, strict=False)
+            p.brought_near(value, dtype) if p.is_brought_near else value
+            for p, value, dtype in zip(self.params, values, self.travel_dtypes, strict=True)
         ]
+
+    @property
+    def travel_dtypes(self) -> list[DTypeLike]:
+        """The dtypes in which the parameters are gathered."""
+        pairs = zip(self.params, self.split.gathered_dtypes, strict=False)
+        return [dtype or p.compute_dtype for p, dtype in pairs]
 
     def over_microbatches(
         self,
@@ -257,14 +285,12 @@ class Program(DeviceStep[StepParam]):
 
     def reduced(
         self, grads: list[PyTree], remaining: float
-    ) -> tuple[list[Array | np.ndarray | None], list[tuple[Array, ...]]]:
-        """Returns the means of the gradients, which lack the factor `remaining`, and what backward
-        updated, whose means are None."""
+    ) -> tuple[list[Array | np.ndarray | None], list[tuple[Array, ...]], list[Array]]:
+        """Returns the means of the gradients, which lack the factor `remaining`; what backward
+        updated, whose means are None; and sums of squares."""
         each = list(zip(self.params, self.with_floats(self.params, grads), strict=True))
-        updated = []
-        for p, (*stacks, squares) in [(p, new) for p, new in each if p.update is not None]:
-            over = p.leaf.update.axes
-            updated.append((*stacks, lax.psum(jnp.sum(squares), over) if over else squares.sum()))
+        new = [(p, stacks) for p, stacks in each if p.update is not None]
+        squares = [_over_shards(jnp.sum(each), p) for p, (*_, each) in new]
         means = [
             None
             if p.update is not None
@@ -273,4 +299,18 @@ class Program(DeviceStep[StepParam]):
             else p.no_gradient()
             for p, grad in each
         ]
-        return means, updated
+        # XLA takes longer to compile the norms of each layer's gradients than all other code.
+        squares += [_over_shards(sum_of_squares(means[k]), self.params[k]) for k in self.normed]
+        return self.rolled.split(means), [tuple(stacks) for _, (*stacks, _) in new], squares
+
+
+@jax.jit  # so that JAX traces it once for all gradients of one shape
+def sum_of_squares(grad: Array) -> Array:
+    # Squares of narrower dtypes overflow or vanish.
+    return jnp.asarray(optax.tree.norm(grad.astype(wide(grad.dtype)), squared=True))
+
+
+def _over_shards(squares: Array, p: StepParam) -> Array:
+    """Returns the sum of what each shard of a gradient has."""
+    over = p.leaf.update.axes
+    return lax.psum(squares, over) if over else squares

@@ -87,15 +87,16 @@ def _train(
     if wanted and update is not None:
         must = recipe.options.update == "backward"
         backward = _in_backward.InBackward(plan, state, update, must)
-    loss, aux, grads, done, squares = loss_and_grads(
-        loss_fn, plan, recipe.options, _state.get_params(state), args, backward
-    )
-    loss, grads = _finite.unscaled((loss, grads), scale)
+    graded = loss_and_grads(loss_fn, plan, recipe.options, _state.get_params(state), args, backward)
+    aux, done = graded.aux, graded.done
+    recipe.layers[plan] = graded.told
+    loss, grads, norms = _finite.unscaled((graded.loss, graded.grads, graded.norms), scale)
     aux, fields = split_fields(aux, logical, recipe.mutable)
     # A tree of parameters may have None in it, and gradients are None where backward has updated.
     of_grads = jax.tree.structure(_state.get_params(state))
     grads = plan.like_params(of_grads.flatten_up_to(grads), [leaf.shape for leaf in plan.params])
-    metrics = {"loss": loss, "grad_norm": grad_norm(grads, squares)}
+    others = [grad for at, grad in enumerate(grads) if at not in graded.normed]
+    metrics = {"loss": loss, "grad_norm": grad_norm(others, norms)}
     finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
     if update is not None and (plan.offloads or done):
         values = [*grads, *jax.tree.leaves((state, fields, finite))]

@@ -105,6 +105,7 @@ class LossOptions(Options):
     regather = False
     prefetch = "auto"
     keep_layers = 1
+    roll = False
     activations = ()
     update = "after"
     skip_nonfinite = False
@@ -197,6 +198,15 @@ class GradOptions(LossOptions):
         host memory, a mesh axis such as "tensor", in parts over it, or both. With `jax.checkpoint`
         around the layer they are its input, without it all that JAX keeps.""",
         check=activation_names,
+    )
+
+    roll: bool | str = option(
+        "auto",
+        """run layers of a Python loop that are alike as one loop over stacks of their shards, as a
+        `scan` runs (stage 3): "auto", where `jax.checkpoint` is around each layer; True, also where
+        it is not, which takes less memory and more time; False, nowhere. The state stays as it
+        is.""",
+        check=_one_of("roll", "auto", True, False, about=": whether layers become one loop"),
     )
 
     def __post_init__(self) -> None:
@@ -366,6 +376,8 @@ class Recipe:
 
     loss_fn: Callable[..., PyTree]
     options: TrainOptions | EvalOptions
+    # What became of layers in Python loops, for each plan that the step has been traced for.
+    layers: dict[Plan, list[str]] = dataclasses.field(default_factory=dict, compare=False)
 
     @functools.cached_property
     def plan(self) -> Plan | None:

@@ -61,11 +61,14 @@ def audit(
     gpu = _checked(plan, gpu, per_host=per_host, accumulate=accumulate)
     args = [arg for arg in (state, batch, rng) if arg is not None]
     recipe, program, text, warnings = getattr(step, "recipe", None), None, step, []
+    layers: Sequence[str] = ()
     if not isinstance(step, str):
         # The plan by which the state was placed, as the step keeps to it.
         plan = _carried.carried_plan(state) or plan or (recipe.plan if recipe else None)
+        placed = plan
         plan = plan.regathering(recipe.options.regather) if plan and recipe else plan
         program, warnings = _compiled(step, state, batch, args)
+        layers = recipe.layers.get(placed, ()) if recipe and placed else ()
         text = program.as_text() or ""
     # One of the devices that the program was compiled for, where it or its plan says.
     shardings = jax.tree.leaves(getattr(program, "input_shardings", None))
@@ -95,6 +98,7 @@ def audit(
         placement=tuple(reading.misplaced()),
         kept=tuple(dict.fromkeys(reading.kept())),
         warnings=tuple(warnings),
+        layers=tuple(layers),
         backend=backend,
         written=written(step, args, device),
     )

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 from zerojax._features import rows as _rows
+from zerojax._kernel.pieces import common_path
 from zerojax._kernel.places import Axes, axes_size, beyond
 from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
@@ -56,6 +57,7 @@ def findings(report: Measurement) -> list[str]:
         *_gathers(report, plan, leaves),
         *_dtypes(report, leaves),
         *_kept(report),
+        *(_waiting(report, plan) if report.trains and report.backend == "gpu" else ()),
         *(_copies(report, plan) if report.backend == "gpu" else ()),
         *general,
     ]
@@ -128,33 +130,46 @@ def _gathers(report: Measurement, plan: Plan, leaves: Leaves) -> Iterator[str]:
     sharded, a parameter is gathered once: on its way near, or after the update. The last layer of a
     loop that prefetches crosses them again.
     """
+    found = [(one, part, _leaves_of(part, leaves)) for one, part in _arrays(report, "all-gather")]
+    # A loop over stacks that the step itself has made gathers one of several parameters at a time.
+    together: dict[str, list[LeafPlan]] = {}
+    for _, _, several in found:
+        for leaf in several:
+            together[leaf.path] = max(several, together.get(leaf.path, []), key=len)
     times: dict[tuple[str, Axes], float] = collections.defaultdict(float)
-    for one, part in _arrays(report, "all-gather"):
-        for leaf in _leaves_of(part, leaves):
-            gathered = part.size * one.group
-            far = beyond(leaf.update.axes, leaf.near.axes)
-            far = far if _is_within(one, far) else ()
-            near = axes_size(plan.mesh, leaf.near.axes) if far else 1
-            times[leaf.path, far] += gathered * one.trips * near / _sent(leaf)
-            if leaf.stacked and leaf.rest.dim is not None and gathered >= _sent(leaf):
-                yield (
-                    f"all-gather {one.name} gathers all {leaf.shape[0]} layers of {leaf.path} at "
-                    f"once ({part} per device), outside of the loop over them. Scan over the stack "
-                    "itself: do not reshape, index or cast all of it before the loop. If the first "
-                    "dimension counts something other than layers, name the stacks that there are: "
-                    "zerojax.plan(..., stacked='<their paths>')."
-                )
+    trips: dict[str, float] = collections.defaultdict(float)
+    for one, part, several in found:
+        if not several:
+            continue
+        leaf, gathered = several[0], part.size * one.group
+        alike = together[leaf.path]
+        far = beyond(leaf.update.axes, leaf.near.axes)
+        far = far if _is_within(one, far) else ()
+        near = axes_size(plan.mesh, leaf.near.axes) if far else 1
+        first = alike[0].path
+        times[first, far] += gathered * one.trips * near / sum(map(_sent, alike))
+        turns = one.trips / report.accumulate if len(alike) > 1 else 1
+        trips[first] = leaf.shape[0] if leaf.stacked else max(trips[first], turns)
+        if leaf.stacked and leaf.rest.dim is not None and gathered >= _sent(leaf):
+            yield (
+                f"all-gather {one.name} gathers all {leaf.shape[0]} layers of {leaf.path} at "
+                f"once ({part} per device), outside of the loop over them. Scan over the stack "
+                "itself: do not reshape, index or cast all of it before the loop. If the first "
+                "dimension counts something other than layers, name the stacks that there are: "
+                "zerojax.plan(..., stacked='<their paths>')."
+            )
     for (path, far), count in times.items():
         leaf = leaves[path]
         passes = 1 if far else 2 * report.accumulate if leaf.near.dim is not None else 0
-        prefetches = leaf.stacked and (not far or leaf.near.axes)
-        most = passes * (1 + 1 / leaf.shape[0] if prefetches else 1)
+        prefetches = trips[path] > 1 and (not far or leaf.near.axes)
+        most = passes * (1 + 1 / trips[path] if prefetches else 1)
         over = f" over {' x '.join(far)}" if far and leaf.near.axes else ""
         if count > most + 0.01:
             yield (
-                f"{path} is gathered {count:.3g} times a step{over}; stage {plan.stage} promises "
-                f"at most {most:.3g}. Look for uses in several jax.checkpoint regions, or a gather "
-                "inside a loop that does not need it there."
+                f"{common_path([one.path for one in together[path]])} is gathered {count:.3g} "
+                f"times a step{over}; stage {plan.stage} promises at most {most:.3g}. Look for "
+                "uses in several jax.checkpoint regions, or a gather inside a loop that does not "
+                "need it there."
             )
 
 
@@ -182,6 +197,24 @@ def _kept(report: Measurement) -> Iterator[str]:
             f"the gathered weights of {path} are kept for backward, all layers of them ({array}). "
             "Leave regather=True, and let no jax.checkpoint policy save values computed from "
             "weights only."
+        )
+
+
+def _waiting(report: Measurement, plan: Plan) -> Iterator[str]:
+    """Finds gradients that wait for one another, where each layer's are reduced as they exist.
+
+    A loop has two layers of them, and a large table may be most of a model.
+    """
+    leaves = [leaf for leaf in plan.params if leaf.grad and leaf.grad.dim is not None]
+    sizes = [_sent(leaf) for leaf in leaves]
+    layers = [leaf.shape[0] if leaf.stacked else 1 for leaf in leaves]
+    largest = max((size // n for size, n in zip(sizes, layers, strict=True)), default=0)
+    if report.accumulate == 1 and report.memory.unreduced > max(sum(sizes) / 2, 2 * largest):
+        share = report.memory.unreduced / sum(sizes)
+        yield (
+            f"{share:.0%} of all gradients wait for their reduction at the peak; stage "
+            f"{plan.stage} promises to reduce those of each layer as soon as they exist. Put "
+            "jax.checkpoint around each layer, and leave roll='auto'; or scan over stacked layers."
         )
 
 

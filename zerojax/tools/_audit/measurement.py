@@ -17,6 +17,7 @@ import numpy as np
 from jax.stages import Compiled
 
 from zerojax._features import rows as _rows
+from zerojax._kernel.pieces import common_path
 from zerojax._plan import show as _show
 from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
@@ -53,6 +54,7 @@ class MemoryUse:
     outputs: int  # that reuse no argument's memory
     donated: int  # arguments whose memory outputs reuse
     on_host: int = 0  # arguments in host memory, which are not counted above
+    unreduced: int = 0  # elements of gradients that wait for their reduction at the peak
     host_donated: int = 0  # of those, what outputs reuse
     host_temporary: int = 0
 
@@ -114,6 +116,7 @@ class Measurement:
     placement: tuple[tuple[str, str], ...]  # leaves not sharded as planned: (path, how)
     kept: tuple[tuple[str, str], ...]  # stacks of gathered weights that a loop keeps: (path, array)
     warnings: tuple[str, ...]
+    layers: tuple[str, ...]  # what became of layers in Python loops
     backend: str
     written: tuple[str, ...]  # the program's dtypes of matmuls, where the GPU lacks one
 
@@ -271,17 +274,18 @@ class Reading:
         """Yields stacks of full weights, all layers of them, that a loop passes on."""
         if self.plan is None or not self.plan.groups.params:
             return
-        sharded = (leaf for leaf in self.plan.params if leaf.dim is not None)
-        stacked = {leaf.path: leaf for leaf in sharded if leaf.stacked}
+        sharded = {leaf.path: leaf for leaf in self.plan.params if leaf.dim is not None}
         for instruction, labels in self.lineage.values.items():
             if instruction.opcode != "while":
                 continue
             for array, of_array in zip(instruction.arrays, labels, strict=True):
-                for number in _arguments(of_array):
-                    leaf = stacked.get(self.paths[number])
-                    shapes = (leaf.padded_shape, leaf.shape) if leaf else ()
-                    if leaf and array.size in map(math.prod, shapes):
-                        yield leaf.path, str(array)
+                of_stack = [sharded.get(self.paths[number]) for number in _arguments(of_array)]
+                leaves = [leaf for leaf in of_stack if leaf is not None]
+                is_stack = len(leaves) > 1 or any(leaf.stacked for leaf in leaves)
+                shapes = [(leaf.padded_shape, leaf.shape) for leaf in leaves]
+                sizes = {sum(map(math.prod, each)) for each in zip(*shapes, strict=True)}
+                if is_stack and array.size in sizes:
+                    yield common_path([leaf.path for leaf in leaves]), str(array)
 
     # -- memory
 
@@ -291,7 +295,7 @@ class Reading:
         arguments: Counter[str] = Counter()
         for parameter, kind in zip(parameters, self.kinds, strict=True):
             arguments[kind] += int(parameter.device_bytes)
-        kept = self._temporary()
+        kept, unreduced = self._temporary()
         stats = compiled.memory_analysis() if compiled is not None else None
         temporary = stats.temp_size_in_bytes if stats else sum(kept.values())
         reused = [parameters[number] for number in self.module.aliases.values()]
@@ -314,22 +318,27 @@ class Reading:
             activations=temporary - gathered - gradients,
             outputs=int(self.module.roots[self.module.entry].device_bytes - donated),
             donated=int(donated),
+            unreduced=unreduced,
             on_host=int(sum(one.nbytes - one.device_bytes for one in parameters)),
             host_donated=int(sum(one.nbytes - one.device_bytes for one in reused)),
             host_temporary=stats.host_temp_size_in_bytes if stats else 0,
         )
 
-    def _temporary(self) -> Counter[str]:
-        """Counts the bytes of the buffers alive at the schedule's peak, by use."""
+    def _temporary(self) -> tuple[Counter[str], int]:
+        """Counts the bytes of the buffers alive at the schedule's peak, by use, and the elements of
+        gradients among them that are not reduced yet."""
         reducing = [one.instruction for one in self.collectives if one.kind in ARITHMETIC]
         operands = [(operand, 0) for one in reducing for operand in one.operands]
         # Microbatches sum their gradients before these are reduced: the sums and their summands are
         # gradients too.
         reduced = _flow.summed_in(self.module, operands)
         sizes: Counter[str] = Counter()
+        unreduced = 0
         for buffer, holders in _flow.peak(self.module).items():
             sizes[self._use(holders, reduced)] += int(_flow.device_bytes([buffer]))
-        return sizes
+            instruction, at = buffer
+            unreduced += 0 if reduced.isdisjoint(holders) else instruction.arrays[at].size
+        return sizes, unreduced
 
     def _use(self, holders: list[Slot], reduced: set[Slot]) -> str:
         """Names a buffer after the values that are stored in it over its life."""

@@ -216,6 +216,7 @@ class Report(Printed, Measurement):
         if replay.unknown_loops:
             names = ", ".join(replay.unknown_loops[:3])
             lines.append(f"loops of unknown length are counted once: {names}")
+        lines += [f"layers             {text}" for text in self.layers]
         lines += [f"warning: {text}" for text in self.warnings]
         return lines if plan is None else [*lines, self._verdict(plan.stage)]
 

@@ -87,6 +87,8 @@ class Lineage:
             labels = []
         elif opcode == "dynamic-update-slice":
             labels = [_union([*operands[0], *operands[1]])]
+        elif opcode == "concatenate":
+            labels = [_union(moved)]
         elif MOVED_ON.fullmatch(opcode) or opcode in SPREADS:
             # XLA joins several all-gathers into one, with an operand for each.
             labels = moved if opcode == "all-gather" or not operands else operands[0]

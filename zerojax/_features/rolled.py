@@ -1,0 +1,342 @@
+"""Layers in a Python loop, rolled up: consecutive pieces of a loss that are alike run as one scan
+over stacks of their weights, which a step makes of its shards.
+
+Gains what the loop over layers gains, for models without one: FIGURES. Costs a copy of the shards,
+in the dtype in which they travel, and 400 lines of code.
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.sharding import Mesh
+from jax.typing import ArrayLike, DTypeLike
+
+from zerojax import _compat
+from zerojax._features.alike import one_for_all, same_as
+from zerojax._features.bundles import MANY, Bundle, bundled
+from zerojax._features.runs import LEAST, Place, Repeats, Stretch, made_by
+from zerojax._kernel.jaxprs import Atom, Var, is_var, reads, type_of, unclosed
+from zerojax._kernel.pieces import common_path, unique
+from zerojax._kernel.places import LeafPlan
+from zerojax._loss.trace import typed
+
+# [Note: rolling a loop up]
+# The equations of a loss are a list. Layers in a Python loop leave a run in it that repeats: from
+# some equation on, each is like the one a *period* later. A layer begins where the fewest bytes
+# pass. Each operand in a layer is made by this layer, or carried from the layer before, or comes
+# from outside of the loop. From outside, it is the same for all layers, or each layer has another
+# one; the loop scans over these. What comes from weights only (casts, say, that the loss made of
+# all weights before the first layer) moves into the loop, so that the engine finds stacks of
+# parameters there.
+
+# [Note: what a rolled layer keeps]
+# Between layers in a Python loop, XLA keeps what it does not fuse: the results of matmuls and
+# reductions. A scan keeps what JAX does, each residual of each layer, wide casts among them. So a
+# rolled layer without a checkpoint of the user's computes these again. It keeps what `lt` returns,
+# such as a dropout mask: without masks it would keep the random bits, four times the bytes.
+_NAMES = """
+abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy cos div eq erf
+exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p logistic max min mul name ne neg
+not optimization_barrier or pad pow real reduce_precision reshape rev round rsqrt select_n
+sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin slice split sqrt
+square squeeze stop_gradient sub tan tanh transpose xor
+"""
+FUSED = frozenset(_NAMES.split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Rolled:
+    """A loss whose layers are rolled up. Its inputs are parameters, then those of the loss, then
+    constants. Its parameters are bundles of the loss's, and then single ones."""
+
+    jaxpr: Jaxpr
+    constants: Sequence[ArrayLike]
+    bundles: Sequence[Bundle]
+    own: Sequence[int]  # the positions of single parameters
+    params: Sequence[LeafPlan]  # of the loss
+    told: list[str] = dataclasses.field(default_factory=list)  # to the user
+
+    @property
+    def leaves(self) -> list[LeafPlan]:
+        """The plans of the parameters."""
+        bundles = [bundle.leaf(self.params) for bundle in self.bundles]
+        return [*bundles, *(self.params[at] for at in self.own)]
+
+    def joined(self, values: Sequence[Array], dtypes: Sequence[DTypeLike]) -> list[Array]:
+        """Returns the parameters, from those of the loss: bundles in these dtypes."""
+        pairs = zip(self.bundles, dtypes, strict=False)
+        return [*(b.joined(values, dtype) for b, dtype in pairs), *(values[at] for at in self.own)]
+
+    def split(self, grads: Sequence[Any]) -> list[Any]:
+        """Returns the gradients of the loss's parameters."""
+        each: dict[int, Any] = dict(zip(self.own, grads[len(self.bundles) :], strict=True))
+        for bundle, grad in zip(self.bundles, grads, strict=False):
+            for at, part in bundle.split(grad).items():
+                each[at] = each[at] + part if at in each else part
+        return [each[at] for at in range(len(self.params))]
+
+    @property
+    def are_whole(self) -> list[bool]:
+        """Whether the gradients of each bundle are all that its parameters have."""
+        rows = [row for bundle in self.bundles for row in bundle.rows]
+        times = Counter(at for row in [*rows, self.own] for at in row)
+        return [all(times[at] == 1 for row in b.rows for at in row) for b in self.bundles]
+
+
+def unrolled(loss: Jaxpr, params: Sequence[LeafPlan]) -> Rolled:
+    return Rolled(loss, (), (), range(len(params)), params)
+
+
+def roll(loss: Jaxpr, params: Sequence[LeafPlan], mesh: Mesh, when: bool | str) -> Rolled:
+    """Returns the loss, whose first inputs are parameters with these plans, with rolled layers.
+
+    Call it where JAX traces the code of one device. `when` is the option `roll=`.
+    """
+    search = Repeats(loss, params)
+    loops, told = [], []
+    for run in search.runs(0, len(search.eqns)) if when else ():
+        loop = _Scanned(search, run)
+        if not (loop.stacks and loop.carried):
+            continue
+        if when is True or loop.is_checkpointed:
+            loops.append(loop)
+            told.append(f"{loop} are rolled up")
+        else:
+            told.append(
+                f"{loop} stay a Python loop, because no jax.checkpoint is around each: roll=True "
+                "needs less memory and more time"
+            )
+    told += _left(search, [loop.run for loop in loops]) if when else ()
+    rolled = _Rolling(search, loops, mesh).rolled()
+    return dataclasses.replace(rolled or unrolled(loss, params), told=told)
+
+
+def _left(search: Repeats, runs: Sequence[Stretch]) -> Iterator[str]:
+    """Says which calls of `jax.checkpoint` stay as they are, and why."""
+    rolled = {i for run in runs for i in range(run.start, run.stop)}
+    eqns = [(i, eqn) for i, eqn in enumerate(search.eqns) if i not in rolled]
+    calls = [i for i, eqn in eqns if _is_checkpoint(eqn) and search.reads_weights(eqn)]
+    alike = Counter(search.keys[i] for i in calls)
+    if several := sum(alike[search.keys[i]] >= LEAST for i in calls):
+        yield (
+            f"{several} alike calls of jax.checkpoint are not rolled up: they are not layers one "
+            "after another, with weights of their own on the devices"
+        )
+    if others := len(calls) - several:
+        yield f"{others} calls of jax.checkpoint are not rolled up: too few are alike"
+
+
+class _Rolling:
+    """A loss with loops in place of their layers, and its parameters in bundles."""
+
+    def __init__(self, search: Repeats, loops: Sequence["_Scanned"], mesh: Mesh) -> None:
+        self.search, self.loops = search, loops
+        self.bundles: dict[Var, Bundle] = {}
+        for loop in loops:
+            for bundle in bundled(loop.stacks, True, search.leaves, mesh):
+                loop.bundles.append(self.brought_in(bundle))
+        looped = {at for loop in loops for row in loop.stacks for at in row}
+        params = enumerate(search.leaves)
+        rows = [(at,) for at, leaf in params if at not in looped and not leaf.stacked]
+        packs = [b for b in bundled(rows, False, search.leaves, mesh) if len(b.leaves) >= MANY]
+        self.packs = list(map(self.brought_in, packs))
+
+    def brought_in(self, bundle: Bundle) -> tuple[Var, Bundle]:
+        at = bundle.rows[0][0]
+        leaf = bundle.leaf(self.search.leaves)
+        aval = ShapedArray(leaf.shape, type_of(self.search.loss.invars[at]).dtype)
+        var = _compat.fresh(self.search.loss.invars[at], aval)
+        self.bundles[var] = bundle
+        return var, bundle
+
+    def rolled(self) -> Rolled | None:
+        """Returns the loss, None where it stays as it is."""
+        if not self.bundles:
+            return None
+        search, constants = self.search, self.search.inliner.constants
+        inputs = [*self.bundles, *search.loss.invars, *constants]
+        avals = list(map(type_of, inputs))
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+        shapes = typed(shapes, jax.sharding.get_abstract_mesh())
+        trace = jax.make_jaxpr(lambda *values: self.run(dict(zip(inputs, values, strict=True))))
+        jaxpr, more = unclosed(trace(*shapes))
+        jaxpr = _compat.without_unread(jaxpr)
+        read = {v for eqn in jaxpr.eqns for v in reads(eqn)} | {*filter(is_var, jaxpr.outvars)}
+        first, last = len(self.bundles), len(self.bundles) + len(search.leaves)
+        inside = {at for bundle in self.bundles.values() for row in bundle.rows for at in row}
+        params = list(enumerate(jaxpr.invars[first:last]))
+        own = [at for at, v in params if v in read or at not in inside]
+        singles = [v for at, v in params if v in read or at not in inside]
+        invars = [*jaxpr.invars[:first], *singles, *jaxpr.invars[last:]]
+        jaxpr = _compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars)
+        constants = [*constants.values(), *more]
+        return Rolled(jaxpr, constants, list(self.bundles.values()), own, search.leaves)
+
+    def run(self, env: dict[Var, Array]) -> list[Array]:
+        """Returns the outputs of the loss, from its inputs."""
+        search, at = self.search, 0
+        for var, pack in self.packs:
+            parts = zip(pack.rows[0], pack.parts(env[var]), strict=True)
+            env |= {search.loss.invars[at]: part for at, part in parts}
+        for loop in self.loops:
+            self.run_between(at, loop.run.start, env)
+            env |= loop.results(env, functools.partial(self.value, env))
+            at = loop.run.stop
+        self.run_between(at, len(search.eqns), env)
+        return [self.value(env, v) for v in search.outvars]
+
+    def run_between(self, start: int, stop: int, env: dict[Var, Array]) -> None:
+        """Runs the equations between two, and adds to `env` what later ones read."""
+        search, eqns = self.search, self.search.eqns[start:stop]
+        made = {v: None for eqn in eqns for _, v in made_by(eqn)}
+        inputs = unique(v for eqn in eqns for v in reads(eqn) if v not in made)
+        outs = [v for v in made if search.last_read.get(v, -1) >= stop]
+        jaxpr = _compat.make_jaxpr(eqns, inputs, outs)
+        results = _compat.run_jaxpr(jaxpr, [self.value(env, v) for v in inputs])
+        env |= dict(zip(outs, results, strict=True))
+
+    def value(self, env: dict[Var, Array], atom: Atom) -> Array:
+        """Returns the value of an operand. What layers make of weights only is made again."""
+        if not is_var(atom):
+            return jnp.asarray(atom.val, type_of(atom).dtype)
+        if atom not in env:
+            eqn = self.search.eqns[self.search.made[atom][0]]
+            results = _compat.bind(eqn, [self.value(env, v) for v in eqn.invars])
+            env |= {v: results[k] for k, v in made_by(eqn)}
+        return env[atom]
+
+
+class _Scanned:
+    """A run as a scan."""
+
+    def __init__(self, search: Repeats, run: Stretch) -> None:
+        self.search, self.run = search, run
+        self.shared: dict[Atom, Var] = {}
+        self.carried: dict[Hashable, tuple[Place, Atom, Var]] = {}  # by place and first value
+        self.scanned: dict[Hashable, tuple[tuple[Atom, ...], Var]] = {}
+        self.stacks: dict[tuple[int, ...], Var] = {}  # by the positions of parameters
+        self.bundles: list[tuple[Var, Bundle]] = []  # of these stacks
+        self.before: list[JaxprEqn] = []  # what comes from weights only, in each layer
+        self.moved: dict[tuple[Atom, ...], Var] = {}
+        layers = [search.eqns[run.layer(k)] for k in range(run.count)]
+        self.body = [self.in_body(eqns) for eqns in zip(*layers, strict=True)]
+
+    def __str__(self) -> str:
+        leaves = self.search.leaves
+        paths = [common_path([leaves[at].path for at in stack]) for stack in self.stacks]
+        named = ", ".join(paths[:2]) + f" and {len(paths) - 2} more" * (len(paths) > 2)
+        return f"{self.run.count} layers ({named})"
+
+    @property
+    def is_checkpointed(self) -> bool:
+        return any(map(_is_checkpoint, self.body))
+
+    def in_body(self, eqns: Sequence[JaxprEqn]) -> JaxprEqn:
+        """Returns an equation of the loop's body, from that of each layer."""
+        invars = list(map(self.operand, zip(*(eqn.invars for eqn in eqns), strict=True)))
+        return one_for_all([eqns[0].replace(invars=invars), *eqns[1:]], self.one_of)
+
+    def operand(self, atoms: tuple[Atom, ...]) -> Atom:
+        """Returns an operand in the loop's body, from that of each layer."""
+        of_second = self.search.operand(self.run, 1, atoms[1])
+        if of_second.ago == 0:
+            return atoms[0]
+        if of_second.ago == 1:
+            assert of_second.place is not None
+            key, var = (of_second.place, _key(atoms[0])), _compat.fresh(atoms[1])
+            return self.carried.setdefault(key, (of_second.place, atoms[0], var))[-1]
+        return self.from_outside(atoms)
+
+    def from_outside(self, atoms: tuple[Atom, ...]) -> Atom:
+        first, search = atoms[0], self.search
+        if len({*map(_key, atoms)}) == 1:
+            return self.shared.setdefault(first, _compat.fresh(first)) if is_var(first) else first
+        if all(is_var(v) and v in search.params for v in atoms):
+            stack = tuple(search.params[v] for v in atoms if is_var(v))
+            return self.stacks.setdefault(stack, _compat.fresh(first))
+        if not all(is_var(v) and v in search.weights for v in atoms):
+            return self.one_of(atoms)
+        if atoms not in self.moved:
+            self.moved[atoms] = self.made_in_loop(atoms)
+        return self.moved[atoms]
+
+    def one_of(self, atoms: tuple[Atom, ...]) -> Var:
+        key = tuple(map(_key, atoms))
+        return self.scanned.setdefault(key, (atoms, _compat.fresh(atoms[0])))[-1]
+
+    def made_in_loop(self, atoms: tuple[Atom, ...]) -> Var:
+        """Moves what makes something of each layer's weights into the loop."""
+        places = [self.search.made[v] for v in atoms if is_var(v)]
+        eqns = [self.search.eqns[i] for i, _ in places]
+        each = zip(*(eqn.invars for eqn in eqns), strict=True)
+        eqn = eqns[0].replace(invars=list(map(self.from_outside, each)))
+        eqn = one_for_all([eqn, *eqns[1:]], self.one_of)
+        eqn = eqn.replace(outvars=list(map(_compat.fresh, eqn.outvars)))
+        self.before.append(eqn)
+        return eqn.outvars[places[0][1]]
+
+    def results(self, env: dict[Var, Array], value: Callable[[Atom], Array]) -> dict[Var, Array]:
+        """Runs the loop, and returns what equations after it read."""
+        used = self.used_later()
+        places = [place for place, *_ in self.carried.values()]
+        outs = unique(place for _, place in used.values())
+        made = [self.body[i].outvars[k] for i, k in [*places, *outs]]
+        inputs = [var for *_, var in (*self.carried.values(), *self.scanned.values())]
+        inputs = [*self.shared.values(), *inputs, *self.stacks.values()]
+        body = _compat.make_jaxpr([*self.before, *self.body], inputs, made)
+        shared = list(map(value, self.shared))
+        carried = [value(v) for _, v, _ in self.carried.values()]
+        scanned = [jnp.stack(list(map(value, atoms))) for atoms, _ in self.scanned.values()]
+
+        def layer(carry: list[Array], xs: tuple[list, list]) -> tuple[list[Array], list[Array]]:
+            scanned, bundles = xs
+            weights: dict[tuple[int, ...], Array] = {}
+            for (_, bundle), full in zip(self.bundles, bundles, strict=True):
+                stacks = zip(*bundle.rows, strict=True)
+                weights |= dict(zip(stacks, bundle.parts(full), strict=True))
+            own = [weights[stack] for stack in self.stacks]
+            values = _compat.run_jaxpr(body, [*shared, *carry, *scanned, *own])
+            return values[: len(carry)], values[len(carry) :]
+
+        if not self.is_checkpointed:
+            layer = jax.checkpoint(layer, policy=_keeps, prevent_cse=False)
+        xs = scanned, [env[var] for var, _ in self.bundles]
+        carried, ys = lax.scan(layer, carried, xs, length=self.run.count)
+        last, stacks = dict(zip(places, carried, strict=True)), dict(zip(outs, ys, strict=True))
+
+        def of(number: int, place: Place) -> Array:
+            is_last = number == self.run.count - 1 and place in last
+            return last[place] if is_last else stacks[place][number]
+
+        return {v: of(*at) for v, at in used.items()}
+
+    def used_later(self) -> dict[Var, tuple[int, Place]]:
+        """Returns what equations after the loop read, with its layer and its place in that."""
+        run, used = self.run, {}
+        for i in range(run.start, run.stop):
+            for k, v in made_by(self.search.eqns[i]):
+                is_read = self.search.last_read.get(v, -1) >= run.stop
+                if is_read and v not in self.search.weights:
+                    number, place = divmod(i - run.start, run.period)
+                    used[v] = number, (place, k)
+        return used
+
+
+def _is_checkpoint(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _compat.REMAT
+
+
+def _keeps(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in FUSED
+
+
+def _key(atom: Atom) -> Hashable:
+    return atom if is_var(atom) else same_as(atom)

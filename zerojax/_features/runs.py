@@ -1,0 +1,213 @@
+"""Finds layers in a loss: runs of equations that repeat, each with weights of its own."""
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn
+
+from zerojax import _compat
+from zerojax._features.alike import Keys
+from zerojax._kernel.jaxprs import Atom, Inliner, Var, is_var, reads, type_of
+from zerojax._kernel.places import LeafPlan
+
+LEAST = 3  # layers of a loop: two are as fast without one
+PERIODS = 64  # that are tried
+STARTS = 4  # of a period that are tried
+NEXT = 16  # alike equations after one, whose distances count
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Layers that are alike: `count` times `period` equations from `start` on."""
+
+    start: int
+    period: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.period * self.count
+
+    def layer(self, number: int) -> slice:
+        first = self.start + number * self.period
+        return slice(first, first + self.period)
+
+
+Place = tuple[int, int]  # of a value in its layer: which equation makes it, and which output it is
+
+
+class Operand(NamedTuple):
+    """What an operand in a layer is: made `ago` layers before, or from outside (None)."""
+
+    ago: int | None = None
+    place: Place | None = None
+    weights: int | None = None  # a number that alike weights share
+
+
+OUTSIDE = Operand()
+
+
+class Repeats:
+    """The equations of a loss, whose first inputs are parameters with these plans."""
+
+    def __init__(self, loss: Jaxpr, leaves: Sequence[LeafPlan]) -> None:
+        self.loss, self.leaves = loss, leaves
+        self.params = {v: at for at, v in enumerate(loss.invars[: len(leaves)])}
+        self.inliner = Inliner()
+        touched = set(self.params)
+
+        def is_call_of_weights(eqn: JaxprEqn) -> bool:
+            if touched.isdisjoint(reads(eqn)):
+                return False
+            touched.update(eqn.outvars)
+            return eqn.primitive.name in _compat.CALLS
+
+        self.eqns = list(self.inliner.flat(loss.eqns, is_call_of_weights))
+        self.eqns = list(map(self.inliner.resolved, self.eqns))
+        self.outvars = [self.inliner.named(v) for v in loss.outvars]
+        self.made = {v: (i, k) for i, eqn in enumerate(self.eqns) for k, v in made_by(eqn)}
+        self.last_read = {v: i for i, eqn in enumerate(self.eqns) for v in reads(eqn)}
+        self.last_read |= {v: len(self.eqns) for v in self.outvars if is_var(v)}
+        keys = Keys()
+        self.keys = np.array([keys.of(eqn) for eqn in self.eqns], int)
+        self.weights = self.find_weights(keys.number)
+
+    def find_weights(self, number: Callable[[Hashable], int]) -> dict[Var, int]:
+        """Returns what comes from weights only, each with a number that alike ones share."""
+        params = self.params.items()
+        weights = {v: number(_stackable(self.leaves[at]) or v) for v, at in params}
+        for i, eqn in enumerate(self.eqns):
+            read = reads(eqn)
+            if read and weights.keys() >= {*read} and not _compat.has_side_effects(eqn):
+                sources = tuple(weights[v] for v in read)
+                weights |= {v: number((self.keys[i], k, sources)) for k, v in made_by(eqn)}
+        return weights
+
+    def reads_weights(self, eqn: JaxprEqn) -> bool:
+        return not self.weights.keys().isdisjoint(reads(eqn))
+
+    def runs(self, start: int, stop: int) -> Iterator[Stretch]:
+        """Yields runs between two equations, in their order."""
+        run: Stretch | None = None
+        for first, last, period in self.repeats(start, stop):
+            if run is not None and last - first <= run.stop - run.start:
+                break
+            one = self.fitted(first, last, period)
+            if one is not None and (run is None or one.stop - one.start > run.stop - run.start):
+                run = one
+        if run is not None:
+            yield from self.runs(start, run.start)
+            yield run
+            yield from self.runs(run.stop, stop)
+
+    def repeats(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Returns stretches of equations that are alike to the one a period later, with the period:
+        the longest first, with short periods first."""
+        keys, found = self.keys[start:stop], []
+        for period in self.periods(start, stop):
+            same = np.flatnonzero(np.diff(np.r_[0, keys[:-period] == keys[period:], 0]))
+            for first, last in same.reshape(-1, 2).tolist():
+                if last - first >= (LEAST - 1) * period:
+                    found.append((start + first, start + last + period, period))
+        return sorted(found, key=lambda one: (one[0] - one[1], one[2]))
+
+    def periods(self, start: int, stop: int) -> list[int]:
+        """Returns how far apart equations that read weights, and are alike, often are."""
+        places = defaultdict(list)
+        for i in range(start, stop):
+            if self.reads_weights(self.eqns[i]):
+                places[self.keys[i]].append(i)
+        apart = Counter(
+            b - a for p in places.values() for k, a in enumerate(p) for b in p[k + 1 : k + 1 + NEXT]
+        )
+        often = [period for period, _ in apart.most_common(PERIODS)]
+        return [period for period in often if period * LEAST <= stop - start]
+
+    def fitted(self, start: int, stop: int, period: int) -> Stretch | None:
+        """Returns the longest run of layers between two equations that a loop can run."""
+        passed = self.bytes_passed(start, stop)
+        middle = (stop - start) // period // 2 * period
+        starts = sorted(range(period), key=lambda k: (passed[middle + k], k))[:STARTS]
+        runs = [
+            self.longest(Stretch(start + k, period, (stop - start - k) // period)) for k in starts
+        ]
+        return max(filter(None, runs), key=lambda run: run.count, default=None)
+
+    def bytes_passed(self, start: int, stop: int) -> np.ndarray:
+        """Returns, for each equation and the end, the bytes that equations before it pass to it
+        and those after it."""
+        passed = np.zeros(stop - start + 1, np.int64)
+        for i in range(start, stop):
+            for v in self.eqns[i].outvars:
+                last = min(self.last_read.get(v, i), stop)
+                if i < last < stop:
+                    size = type_of(v).size * type_of(v).dtype.itemsize + 1
+                    passed[i + 1 - start] += size
+                    passed[last + 1 - start] -= size
+        return np.cumsum(passed)
+
+    def longest(self, run: Stretch) -> Stretch | None:
+        """Returns the longest part of a run whose layers have operands of the same kinds."""
+        operands = [self.operands(run, k) for k in range(run.count)]
+        latest = [self.latest(run, k) for k in range(run.count)]
+        first, count = 0, 0
+        for a in range(run.count - 1):
+            if not _begins(operands[a], operands[a + 1]):
+                continue
+            b, start = a + 1, run.layer(a).start
+            while b < run.count and operands[b] == operands[a + 1] and latest[b] < start:
+                b += 1
+            if b - a > count:
+                first, count = a, b - a
+        return Stretch(run.layer(first).start, run.period, count) if count >= LEAST else None
+
+    def operands(self, run: Stretch, layer: int) -> list[Operand]:
+        """Returns the operands of a layer, one equation after another."""
+        return [
+            self.operand(run, layer, v) for eqn in self.eqns[run.layer(layer)] for v in eqn.invars
+        ]
+
+    def operand(self, run: Stretch, layer: int, atom: Atom) -> Operand:
+        if not is_var(atom):
+            return OUTSIDE
+        if atom in self.weights:
+            return Operand(weights=self.weights[atom])
+        if atom not in self.made or self.made[atom][0] < run.start:
+            return OUTSIDE
+        i, k = self.made[atom]
+        number, place = divmod(i - run.start, run.period)
+        return Operand(layer - number, (place, k)) if layer - number <= 1 else OUTSIDE
+
+    def latest(self, run: Stretch, layer: int) -> int:
+        """Returns the last equation, neither in a layer nor in the one before, that it reads."""
+        return max(
+            (
+                self.made[v][0]
+                for eqn in self.eqns[run.layer(layer)]
+                for v in reads(eqn)
+                if v in self.made and v not in self.weights
+                if self.operand(run, layer, v) == OUTSIDE
+            ),
+            default=-1,
+        )
+
+
+def _begins(first: list[Operand], second: list[Operand]) -> bool:
+    """Whether a layer with operands `first` can be the first of all, before one with `second`."""
+    pairs = zip(first, second, strict=True)
+    return all(a.ago != 0 if b.ago == 1 else a == b for a, b in pairs)
+
+
+def made_by(eqn: JaxprEqn) -> Iterator[tuple[int, Var]]:
+    """Yields what an equation makes, with its place among the outputs."""
+    return ((k, v) for k, v in enumerate(eqn.outvars) if not isinstance(v, DropVar))
+
+
+def _stackable(leaf: LeafPlan) -> Hashable | None:
+    """Returns a key that leaves share which one stack may hold; None for one that none may."""
+    if leaf.is_on_host:
+        return None
+    return dataclasses.replace(leaf, path="", reason=None, stays=None)
