@@ -1,8 +1,11 @@
 """Layers in a Python loop, rolled up: consecutive pieces of a loss that are alike run as one scan
 over stacks of their weights, which a step makes of its shards.
 
-Gains what the loop over layers gains, for models without one: FIGURES. Costs a copy of the shards,
-in the dtype in which they travel, and 400 lines of code.
+Gains what the loop over layers gains, for models without one: 24 checkpointed layers of 2048, 4 x
+1024 tokens each on 8 H100s, peak at 4.7 GiB in place of 7.2, and take 117 ms in place of 119. Layers
+without a checkpoint (`roll=True`) peak at 15.2 GiB in place of 19.5, and take 125 ms in place of 95.
+Costs a copy of the shards, in the dtype in which they travel, and 480 lines of code with `runs.py`
+and `alike.py`.
 """
 
 import dataclasses
@@ -231,7 +234,7 @@ class _Scanned:
 
     def __str__(self) -> str:
         leaves = self.search.leaves
-        paths = [common_path([leaves[at].path for at in stack]) for stack in self.stacks]
+        paths = sorted(common_path([leaves[at].path for at in stack]) for stack in self.stacks)
         named = ", ".join(paths[:2]) + f" and {len(paths) - 2} more" * (len(paths) > 2)
         return f"{self.run.count} layers ({named})"
 

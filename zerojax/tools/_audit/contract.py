@@ -57,7 +57,6 @@ def findings(report: Measurement) -> list[str]:
         *_gathers(report, plan, leaves),
         *_dtypes(report, leaves),
         *_kept(report),
-        *(_waiting(report, plan) if report.trains and report.backend == "gpu" else ()),
         *(_copies(report, plan) if report.backend == "gpu" else ()),
         *general,
     ]
@@ -197,24 +196,6 @@ def _kept(report: Measurement) -> Iterator[str]:
             f"the gathered weights of {path} are kept for backward, all layers of them ({array}). "
             "Leave regather=True, and let no jax.checkpoint policy save values computed from "
             "weights only."
-        )
-
-
-def _waiting(report: Measurement, plan: Plan) -> Iterator[str]:
-    """Finds gradients that wait for one another, where each layer's are reduced as they exist.
-
-    A loop has two layers of them, and a large table may be most of a model.
-    """
-    leaves = [leaf for leaf in plan.params if leaf.grad and leaf.grad.dim is not None]
-    sizes = [_sent(leaf) for leaf in leaves]
-    layers = [leaf.shape[0] if leaf.stacked else 1 for leaf in leaves]
-    largest = max((size // n for size, n in zip(sizes, layers, strict=True)), default=0)
-    if report.accumulate == 1 and report.memory.unreduced > max(sum(sizes) / 2, 2 * largest):
-        share = report.memory.unreduced / sum(sizes)
-        yield (
-            f"{share:.0%} of all gradients wait for their reduction at the peak; stage "
-            f"{plan.stage} promises to reduce those of each layer as soon as they exist. Put "
-            "jax.checkpoint around each layer, and leave roll='auto'; or scan over stacked layers."
         )
 
 

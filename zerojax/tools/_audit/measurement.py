@@ -54,7 +54,6 @@ class MemoryUse:
     outputs: int  # that reuse no argument's memory
     donated: int  # arguments whose memory outputs reuse
     on_host: int = 0  # arguments in host memory, which are not counted above
-    unreduced: int = 0  # elements of gradients that wait for their reduction at the peak
     host_donated: int = 0  # of those, what outputs reuse
     host_temporary: int = 0
 
@@ -295,7 +294,7 @@ class Reading:
         arguments: Counter[str] = Counter()
         for parameter, kind in zip(parameters, self.kinds, strict=True):
             arguments[kind] += int(parameter.device_bytes)
-        kept, unreduced = self._temporary()
+        kept = self._temporary()
         stats = compiled.memory_analysis() if compiled is not None else None
         temporary = stats.temp_size_in_bytes if stats else sum(kept.values())
         reused = [parameters[number] for number in self.module.aliases.values()]
@@ -318,27 +317,22 @@ class Reading:
             activations=temporary - gathered - gradients,
             outputs=int(self.module.roots[self.module.entry].device_bytes - donated),
             donated=int(donated),
-            unreduced=unreduced,
             on_host=int(sum(one.nbytes - one.device_bytes for one in parameters)),
             host_donated=int(sum(one.nbytes - one.device_bytes for one in reused)),
             host_temporary=stats.host_temp_size_in_bytes if stats else 0,
         )
 
-    def _temporary(self) -> tuple[Counter[str], int]:
-        """Counts the bytes of the buffers alive at the schedule's peak, by use, and the elements of
-        gradients among them that are not reduced yet."""
+    def _temporary(self) -> Counter[str]:
+        """Counts the bytes of the buffers alive at the schedule's peak, by use."""
         reducing = [one.instruction for one in self.collectives if one.kind in ARITHMETIC]
         operands = [(operand, 0) for one in reducing for operand in one.operands]
         # Microbatches sum their gradients before these are reduced: the sums and their summands are
         # gradients too.
         reduced = _flow.summed_in(self.module, operands)
         sizes: Counter[str] = Counter()
-        unreduced = 0
         for buffer, holders in _flow.peak(self.module).items():
             sizes[self._use(holders, reduced)] += int(_flow.device_bytes([buffer]))
-            instruction, at = buffer
-            unreduced += 0 if reduced.isdisjoint(holders) else instruction.arrays[at].size
-        return sizes, unreduced
+        return sizes
 
     def _use(self, holders: list[Slot], reduced: set[Slot]) -> str:
         """Names a buffer after the values that are stored in it over its life."""

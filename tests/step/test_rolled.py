@@ -1,0 +1,269 @@
+"""Layers in a Python loop as one loop: what is rolled up, what stays, what a step says of it."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import zerojax
+from tests.conftest import make_mesh
+from tests.reference import assert_close
+
+DIM, LAYERS = 32, 5
+TOKENS = np.arange(8 * 12).reshape(8, 12) % 64
+KEY = jax.random.key(3)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype("f") / shape[0] ** 0.5
+
+
+def layers(count=LAYERS, **shapes):
+    return [{k: normal(n, *s) for k, s in shapes.items()} for n in range(count)]
+
+
+def plain(layer, remat, count=LAYERS):
+    """A model of plain arrays. `layer(x, p, number)` returns its output."""
+    params = {
+        "embed": normal(9, 64, DIM),
+        "layers": layers(count, up=(DIM, 64), down=(64, DIM)),
+        "scale": np.ones(DIM, "f"),
+    }
+
+    def loss(params, tokens, key):
+        x = params["embed"][tokens]
+        for number, p in enumerate(params["layers"]):
+            one = lambda x, p, s=params["scale"], number=number: layer(x * s, p, number, key)
+            x = (jax.checkpoint(one) if remat else one)(x, p)
+        return jnp.mean((x @ params["embed"].T) ** 2)
+
+    return params, loss
+
+
+def dense(x, p, *_):
+    return x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+
+def by_depth(x, p, number, key):
+    """Dropout whose rate depends on the depth, with a key of its own."""
+    key = jax.random.fold_in(key, number)
+    keep = jax.random.bernoulli(key, 1 - 0.1 * number, x.shape[1:])  # the same on all devices
+    return dense(jnp.where(keep, x, 0.0), p)
+
+
+def local_and_global(x, p, number, _):
+    """Every second layer sees three positions."""
+    near = jnp.abs(jnp.arange(12)[:, None] - jnp.arange(12)) < 3
+    scores = jnp.where(near, x @ x.mT, -1e9) if number % 2 else x @ x.mT
+    return dense(jax.nn.softmax(scores) @ x, p)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.MultiHeadDotProductAttention(num_heads=4, use_bias=False)(nn.LayerNorm()(x))
+        return x + nn.Dense(DIM)(nn.gelu(nn.Dense(64)(x + h)))
+
+
+class Transformer(nn.Module):
+    remat: bool
+    shared: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        block = nn.remat(Block) if self.remat else Block
+        x, one = nn.Embed(64, DIM)(tokens), block() if self.shared else None
+        for n in range(LAYERS):
+            x = (one or block(name=f"block{n}"))(x)
+        return nn.Dense(64)(x)
+
+
+def linen(remat, **options):
+    model = Transformer(remat, **options)
+    params = model.init(KEY, TOKENS[:1])["params"]
+    return params, lambda params, tokens, _: jnp.mean(model.apply({"params": params}, tokens) ** 2)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.up = nnx.LayerNorm(DIM, rngs=rngs), nnx.Linear(DIM, 64, rngs=rngs)
+        self.down = nnx.Linear(64, DIM, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs, remat):
+        self.embed, self.remat = nnx.Embed(64, DIM, rngs=rngs), remat
+        self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = nnx.remat(Layer.__call__)(layer, x) if self.remat else layer(x)
+        return x
+
+
+def nnx_model(remat):
+    graph, params, rest = nnx.split(Model(nnx.Rngs(0), remat), nnx.Param, ...)
+    merged = lambda params: nnx.merge(graph, params, rest, copy=True)
+    return params, lambda params, tokens, _: jnp.mean(merged(params)(tokens) ** 2)
+
+
+def two_stacks(_):
+    """An encoder, whose first layer makes a bias for all, and a decoder that reads its output."""
+    shapes = {"q": (DIM, DIM), "out": (DIM, DIM)}
+    params = {"embed": normal(9, 64, DIM), "bias": normal(8, 12, 12)}
+    params |= {"enc": layers(4, **shapes), "dec": layers(4, **shapes)}
+
+    def loss(params, tokens, _):
+        x, bias = params["embed"][tokens], None
+        for n, p in enumerate(params["enc"]):
+            bias = jax.nn.softmax(params["bias"]) if n == 0 else bias
+            x = x + jnp.tanh(bias @ (x @ p["q"])) @ p["out"]
+        y = params["embed"][tokens[:, ::-1]]
+        for p in params["dec"]:
+            y = y + jax.nn.softmax(y @ p["q"] @ x.mT) @ x @ p["out"]
+        return jnp.mean((y @ params["embed"].T) ** 2)
+
+    return params, loss
+
+
+MODELS = {
+    "plain": lambda remat: plain(dense, remat),
+    "dropout by depth": lambda remat: plain(by_depth, remat),
+    "local and global": lambda remat: plain(local_and_global, remat, 6),
+    "linen": linen,
+    "nnx": nnx_model,
+    "two stacks": two_stacks,
+}
+
+
+def planned(params):
+    shapes = jax.tree.map(jnp.asarray, params)
+    return zerojax.plan((shapes, ()), stage=3, mesh=make_mesh(), min_shard_size=1)
+
+
+def gradients(params, loss, **options):
+    plan = planned(params)
+    placed = plan.place((jax.tree.map(jnp.asarray, params), ()))[0]
+    return jax.jit(zerojax.value_and_grad(loss, plan, **options)).trace(placed, TOKENS, KEY), placed
+
+
+def scans(traced):
+    """The lengths of the loops in a program."""
+    return sorted(int(n) for n in re.findall(r"\blength=(\d+)", str(traced.jaxpr)))
+
+
+@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_rolled_layers_have_the_gradients_of_the_python_loop(name, remat):
+    params, loss = MODELS[name](remat)
+    results = []
+    for roll in (True, False):
+        traced, placed = gradients(params, loss, roll=roll)
+        loops = {"local and global": [3, 3], "two stacks": [4] * 4}.get(name, [LAYERS] * 2)
+        assert scans(traced) == (loops if roll else [])
+        results.append(traced.lower().compile()(placed, TOKENS, KEY))
+    assert_close(*results, 2e-6)
+
+
+def test_what_is_rolled_up_and_what_stays():
+    """By default, layers under `jax.checkpoint`; never shared ones, or those that print."""
+
+    def prints(x, p, number, _):
+        jax.debug.print("{}", x.sum())
+        return dense(x, p)
+
+    different = lambda x, p, number, _: dense(x * x if number == 2 else x, p)
+    for (params, loss), roll, wanted in (
+        (plain(dense, True), "auto", [LAYERS] * 2),
+        (plain(dense, False), "auto", []),
+        (plain(dense, True, count=2), "auto", []),
+        (plain(different, True), "auto", []),
+        (plain(different, True, count=9), "auto", [6, 6]),
+        (plain(prints, True), True, []),
+        (linen(True, shared=True), True, []),
+    ):
+        assert scans(gradients(params, loss, roll=roll)[0]) == wanted
+
+
+def trained(loss, params, **options):
+    make = lambda: TrainState.create(
+        apply_fn=None, params=jax.tree.map(jnp.asarray, params), tx=optax.sgd(0.1)
+    )
+    state = zerojax.shard_train_state(make, stage=3, mesh=make_mesh(), min_shard_size=1)
+    return zerojax.train_step(loss, **options), state
+
+
+@pytest.mark.parametrize(
+    ("remat", "says"),
+    [
+        (True, "5 layers (params/layers/*/down, params/layers/*/up) are rolled up"),
+        (False, "5 layers (params/layers/*/down, params/layers/*/up) stay a Python loop, because "),
+    ],
+)
+def test_a_step_and_its_audit_say_what_becomes_of_layers(remat, says):
+    params, loss = plain(dense, remat)
+    step, state = trained(lambda params, tokens: loss(params, tokens, KEY), params)
+    assert str(step) == "<zerojax training step of <lambda>>"
+    report = zerojax.audit(step, state, TOKENS).check()
+    assert says in str(step) and f"layers             {says}" in " ".join(str(report).split("\n"))
+    assert [text.startswith(says) for text in report.layers] == [True]
+
+
+def test_calls_that_differ_are_counted():
+    odd = lambda x, p, number, _: dense(x ** (number + 1), p)
+    params, loss = plain(odd, True, count=2)
+    step, state = trained(lambda params, tokens: loss(params, tokens, KEY), params)
+    step.lower(state, TOKENS)
+    assert "2 calls of jax.checkpoint are not rolled up: too few are alike" in str(step)
+
+
+def test_the_norm_and_the_state_are_those_of_the_python_loop():
+    params, loss = plain(dense, True)
+    found = []
+    for roll in ("auto", False):
+        step, state = trained(lambda params, tokens: loss(params, tokens, KEY), params, roll=roll)
+        paths = jax.tree.structure(state)
+        state, metrics = step(state, TOKENS)
+        assert jax.tree.structure(state) == paths
+        shards = state.params["layers"][2]["up"].addressable_shards
+        assert shards[0].data.size == DIM * 64 // 8
+        found.append((metrics, zerojax.full_params(state)))
+    assert_close(*found, 1e-6)
+
+
+def test_scopes_name_the_layers_of_a_loop():
+    params, loss = linen(True)
+    text = gradients(params, loss)[0].lower().as_text(debug_info=True)
+    assert "block0..block4/LayerNorm_0" in text and "block2/" not in text
+
+
+def test_small_parameters_travel_side_by_side_on_cpus():
+    """Outside of loops, where they are many; and each layer's in a loop."""
+    params = {f"w{n}": normal(n, DIM, DIM) for n in range(70)}
+
+    def loss(params, x, _):
+        for w in params.values():
+            x = x + 0.1 * jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    rows = np.ones((8, DIM), "f")
+    plan = planned(params)
+    placed = plan.place((jax.tree.map(jnp.asarray, params), ()))[0]
+    grad = jax.jit(zerojax.value_and_grad(loss, plan)).trace(placed, rows, KEY)
+    text = grad.lower().as_text()
+    assert text.count("stablehlo.all_gather") == 2 and text.count("stablehlo.reduce_scatter") == 1
+    got = grad.lower().compile()(placed, rows, KEY)
+    assert_close(got, jax.value_and_grad(loss)(params, rows, KEY), 1e-5)
+    text = gradients(*plain(dense, True))[0].lower().as_text()
+    # Forward and backward gather a layer, the embedding and the scale.
+    assert text.count("stablehlo.all_gather") == 6
