@@ -1,8 +1,8 @@
 """Parameters that travel as one array: a stack of all layers, and on CPUs small ones side by side.
 
 XLA combines small collectives on GPUs, and does not on CPUs, where each costs a meeting of all
-devices. Gains there, on 8 emulated devices, half the time of a step with 300 weights of 64 x 64, and
-a quarter with 12 layers of 64. Costs 100 lines of code.
+devices. Gains there, on 8 emulated devices, half the time of a step with 300 weights of 64 x 64,
+and a quarter with 12 layers of 64. Costs 100 lines of code.
 """
 
 import dataclasses
