@@ -145,6 +145,9 @@ class ModelStep:
     def __init__(self, functional: Callable[..., PyTree]) -> None:
         self.functional = functional
 
+    def __repr__(self) -> str:
+        return repr(self.functional)
+
     def pure(
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, rng: PyTree = None
     ) -> tuple:

@@ -12,6 +12,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax
+import zerojax.nnx
 from tests.conftest import make_mesh
 from tests.reference import assert_close
 
@@ -213,10 +214,22 @@ def trained(loss, params, **options):
 def test_a_step_and_its_audit_say_what_becomes_of_layers(remat, says):
     params, loss = plain(dense, remat)
     step, state = trained(lambda params, tokens: loss(params, tokens, KEY), params)
-    assert str(step) == "<zerojax training step of <lambda>>"
+    assert str(step) == "<zerojax training step>"
     report = zerojax.audit(step, state, TOKENS).check()
     assert says in str(step) and f"layers             {says}" in " ".join(str(report).split("\n"))
     assert [text.startswith(says) for text in report.layers] == [True]
+
+
+def test_a_step_of_nnx_says_it_too():
+    def make():
+        model = Model(nnx.Rngs(0), True)
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    model, optimizer = zerojax.nnx.shard(make, stage=3, mesh=make_mesh(), min_shard_size=1)
+    step = zerojax.nnx.train_step(lambda model, tokens: jnp.mean(model(tokens) ** 2))
+    step(model, optimizer, TOKENS)
+    assert "5 layers (params/layers/*/down/bias, params/layers/*/down/kernel and 4" in str(step)
+    assert zerojax.verify(*step.pure(model, optimizer, TOKENS))
 
 
 def test_calls_that_differ_are_counted():

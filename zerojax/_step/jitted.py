@@ -50,11 +50,9 @@ class Step:
 
     def __repr__(self) -> str:
         """Says what has become of layers in Python loops, by each plan that the step has seen."""
-        options = self.recipe.options
-        kind = "training step" if options.differentiates else "evaluation"
-        name = getattr(self.recipe.loss_fn, "__name__", type(self.recipe.loss_fn).__name__)
+        kind = "training step" if self.recipe.options.differentiates else "evaluation"
         told = unique(text for texts in self.recipe.layers.values() for text in texts)
-        return "\n  ".join([f"<zerojax {kind} of {name}>", *told])
+        return "\n  ".join([f"<zerojax {kind}>", *told])
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         """Runs the step on `(state, batch[, rng])`."""
