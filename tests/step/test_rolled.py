@@ -262,14 +262,14 @@ def test_scopes_name_the_layers_of_a_loop():
 
 def test_small_parameters_travel_side_by_side_on_cpus():
     """Outside of loops, where they are many; and each layer's in a loop."""
-    params = {f"w{n}": normal(n, DIM, DIM) for n in range(70)}
+    params = {f"w{n}": normal(n, 30, 64) for n in range(70)}  # sharded along the second dimension
 
     def loss(params, x, _):
         for w in params.values():
-            x = x + 0.1 * jnp.tanh(x @ w)
+            x = x + 0.1 * jnp.tanh(x @ w) @ w.T
         return jnp.mean(x)
 
-    rows = np.ones((8, DIM), "f")
+    rows = np.ones((8, 30), "f")
     plan = planned(params)
     placed = plan.place((jax.tree.map(jnp.asarray, params), ()))[0]
     grad = jax.jit(zerojax.value_and_grad(loss, plan)).trace(placed, rows, KEY)
