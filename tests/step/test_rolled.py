@@ -58,6 +58,30 @@ def by_depth(x, p, number, key):
     return dense(jnp.where(keep, x, 0.0), p)
 
 
+def first_differs(x, p, number, _):
+    """The first layer adds its own values where others add those of the one before."""
+    return dense(x, p) + (x if number else jnp.tanh(x))
+
+
+def scaled_backward(x, p, number, _):
+    """A rule of the user's, with constants that differ by layer."""
+    same = jax.custom_vjp(lambda x: x * 1.0)
+    scale = lambda _, grad: (grad * np.full(DIM, 1 + number, "f"),)
+    same.defvjp(lambda x: (same(x), None), scale)
+    return dense(same(x), p)
+
+
+def no_backward(x, p, *_):
+    """A rule that raises, where nothing is differentiated."""
+
+    def raises(_, grad):
+        raise NotImplementedError
+
+    same = jax.custom_vjp(lambda x: x * 1.0)
+    same.defvjp(lambda x: (same(x), None), raises)
+    return dense(x, p) + same(jax.lax.stop_gradient(x))
+
+
 def local_and_global(x, p, number, _):
     """Every second layer sees three positions."""
     near = jnp.abs(jnp.arange(12)[:, None] - jnp.arange(12)) < 3
@@ -141,9 +165,21 @@ MODELS = {
     "plain": lambda remat: plain(dense, remat),
     "dropout by depth": lambda remat: plain(by_depth, remat),
     "local and global": lambda remat: plain(local_and_global, remat, 6),
+    "first differs": lambda remat: plain(first_differs, remat),
+    "scaled backward": lambda remat: plain(scaled_backward, remat),
+    "no backward": lambda remat: plain(no_backward, remat),
     "linen": linen,
     "nnx": nnx_model,
     "two stacks": two_stacks,
+}
+
+
+LOOPS = {
+    "local and global": [3, 3],
+    "two stacks": [4] * 4,
+    "first differs": [4, 4],
+    "scaled backward": [],
+    "no backward": [],
 }
 
 
@@ -170,8 +206,7 @@ def test_rolled_layers_have_the_gradients_of_the_python_loop(name, remat):
     results = []
     for roll in (True, False):
         traced, placed = gradients(params, loss, roll=roll)
-        loops = {"local and global": [3, 3], "two stacks": [4] * 4}.get(name, [LAYERS] * 2)
-        assert scans(traced) == (loops if roll else [])
+        assert scans(traced) == (LOOPS.get(name, [LAYERS] * 2) if roll else [])
         results.append(traced.lower().compile()(placed, TOKENS, KEY))
     assert_close(*results, 2e-6)
 

@@ -1,6 +1,7 @@
 """Which equations of a loss are alike: they compute the same, in whatever scope and source line."""
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -18,8 +19,8 @@ class Keys:
 
     def __init__(self) -> None:
         self.numbers: dict[Hashable, int] = {}
-        # With the jaxprs, so that the identities of other ones stay different.
-        self.jaxprs: dict[tuple[int, bool, bool], tuple[Jaxpr, int]] = {}
+        self.jaxprs: dict[tuple[int, bool, bool], int] = {}
+        self.alive: list[Any] = []  # what keys name by `id`, so that nothing else gets the same one
         self.in_rule = False
 
     def of(self, eqn: JaxprEqn) -> int:
@@ -46,6 +47,8 @@ class Keys:
         try:
             rules = _compat.derivatives(eqn)
             return tuple(self.jaxpr(jaxpr, consts, False) for jaxpr, consts in rules)
+        except Exception:  # the user's code, which may raise where nothing is differentiated
+            return id(eqn)
         finally:
             self.in_rule = False
 
@@ -62,10 +65,11 @@ class Keys:
         return type(value), value
 
     def jaxpr(self, jaxpr: Jaxpr, consts: Sequence[ArrayLike], loose: bool) -> Hashable:
+        self.alive += [jaxpr, *consts]
         known = id(jaxpr), loose, self.in_rule
         if known not in self.jaxprs:
-            self.jaxprs[known] = jaxpr, self.number(self.code(jaxpr, loose))
-        return self.jaxprs[known][1], tuple(map(id, consts))
+            self.jaxprs[known] = self.number(self.code(jaxpr, loose))
+        return self.jaxprs[known], tuple(map(id, consts))
 
     def code(self, jaxpr: Jaxpr, loose: bool) -> Hashable:
         numbers: dict[Var, int] = {}

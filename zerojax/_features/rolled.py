@@ -109,7 +109,7 @@ def roll(loss: Jaxpr, params: Sequence[LeafPlan], mesh: Mesh, when: bool | str) 
         loop = _Scanned(search, run)
         if not (loop.stacks and loop.carried):
             continue
-        if when is True or loop.is_checkpointed:
+        if when != "auto" or loop.is_checkpointed:
             loops.append(loop)
             told.append(f"{loop} are rolled up")
         else:

@@ -1,8 +1,9 @@
 """Finds layers in a loss: runs of equations that repeat, each with weights of its own."""
 
 import dataclasses
+import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,27 +58,23 @@ class Repeats:
         self.loss, self.leaves = loss, leaves
         self.params = {v: at for at, v in enumerate(loss.invars[: len(leaves)])}
         self.inliner = Inliner()
-        touched = set(self.params)
-
-        def is_call_of_weights(eqn: JaxprEqn) -> bool:
-            if touched.isdisjoint(reads(eqn)):
-                return False
-            touched.update(eqn.outvars)
-            return eqn.primitive.name in _compat.CALLS
-
-        self.eqns = list(self.inliner.flat(loss.eqns, is_call_of_weights))
-        self.eqns = list(map(self.inliner.resolved, self.eqns))
+        flat = self.inliner.flat_of(loss.eqns, self.params)
+        self.eqns = list(map(self.inliner.resolved, flat))
         self.outvars = [self.inliner.named(v) for v in loss.outvars]
         self.made = {v: (i, k) for i, eqn in enumerate(self.eqns) for k, v in made_by(eqn)}
         self.last_read = {v: i for i, eqn in enumerate(self.eqns) for v in reads(eqn)}
         self.last_read |= {v: len(self.eqns) for v in self.outvars if is_var(v)}
-        keys = Keys()
-        self.keys = np.array([keys.of(eqn) for eqn in self.eqns], int)
-        self.weights = self.find_weights(keys.number)
+        self.numbers = Keys()
 
-    def find_weights(self, number: Callable[[Hashable], int]) -> dict[Var, int]:
-        """Returns what comes from weights only, each with a number that alike ones share."""
-        params = self.params.items()
+    @functools.cached_property
+    def keys(self) -> np.ndarray:
+        """A number for each equation, which alike ones share."""
+        return np.array([self.numbers.of(eqn) for eqn in self.eqns], int)
+
+    @functools.cached_property
+    def weights(self) -> dict[Var, int]:
+        """What comes from weights only, each with a number that alike ones share."""
+        number, params = self.numbers.number, self.params.items()
         weights = {v: number(_stackable(self.leaves[at]) or v) for v, at in params}
         for i, eqn in enumerate(self.eqns):
             read = reads(eqn)

@@ -68,6 +68,19 @@ class Inliner:
             else:
                 yield eqn
 
+    def flat_of(self, eqns: Iterable[JaxprEqn], variables: Iterable[Var]) -> list[JaxprEqn]:
+        """Returns the equations. Those of a call replace it where it takes some of these variables,
+        or what is computed from them."""
+        touched = set(variables)
+
+        def expands(eqn: JaxprEqn) -> bool:
+            if touched.isdisjoint(reads(eqn)):
+                return False
+            touched.update(eqn.outvars)
+            return is_call(eqn)
+
+        return list(self.flat(eqns, expands))
+
     def expand(self, call: JaxprEqn) -> list[JaxprEqn]:
         """Returns the equations of a call, each variable under a name of its own."""
         jaxpr, consts = _compat.inner_jaxpr(call)

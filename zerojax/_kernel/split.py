@@ -132,15 +132,7 @@ class Splitter:
 
     def inline(self, eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
         """Expands the calls that take a weight, so that there is only one level to read."""
-        touched = {v for v in self.kinds if self.is_weights(v)}
-
-        def is_call_of_weights(eqn: JaxprEqn) -> bool:
-            if touched.isdisjoint(reads(eqn)):
-                return False
-            touched.update(eqn.outvars)
-            return eqn.primitive.name in _compat.CALLS
-
-        return list(self.inliner.flat(eqns, is_call_of_weights))
+        return self.inliner.flat_of(eqns, filter(self.is_weights, self.kinds))
 
     def find_readers(self, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> None:
         # `visit` takes these remats apart. Then their equations read, and not they themselves.
