@@ -151,36 +151,6 @@ def gpt(sizes: Sizes) -> Subject:
     return Subject(params, stats, apply, some_tokens)
 
 
-def unrolled(sizes: Sizes) -> Subject:
-    """Layers in a Python loop, with dropout by depth and statistics for each. The head also reads
-    what the second layer returns."""
-    dim, hidden, vocab = sizes
-    rng, ones = np.random.default_rng(5), lambda *shape: np.ones(shape, np.float32)
-    layers = [
-        {"norm": ones(dim), "up": normal(rng, dim, hidden), "down": normal(rng, hidden, dim)}
-        for _ in range(4)
-    ]
-    params = {"embed": normal(rng, vocab, dim), "norm": ones(dim), "layers": layers}
-    stats = {f"layer{n}": zeros(dim)["mean"] for n in range(len(layers))} | {
-        "seen": zeros(1)["seen"]
-    }
-
-    def layer(p, mean, x, key, rate):
-        h = norm(centred(x, mean), p["norm"])
-        return x + dropout(jnp.tanh(h @ p["up"]), key, rate) @ p["down"], averaged(mean, x)
-
-    def apply(params, stats, tokens, key, rate, wrap):
-        x, new, hidden = params["embed"][tokens] * dim**0.5, {"seen": stats["seen"] + 1}, []
-        for n, p in enumerate(params["layers"]):
-            own = None if key is None else jax.random.fold_in(key, n)
-            x, mean = wrap(layer)(p, stats[f"layer{n}"], x, own, rate * (n + 1) / 4)
-            hidden, new = [*hidden, x], new | {f"layer{n}": mean}
-        logits = norm(x + hidden[1], params["norm"]) @ params["embed"].T
-        return next_token(logits, tokens), new, scale_of(logits)
-
-    return Subject(params, stats, apply, some_tokens)
-
-
 # -- Flax linen
 
 
@@ -198,7 +168,8 @@ class LinenBlock(nn.Module):
 
 
 class Linen(nn.Module):
-    """Layers in a Python loop, between an embedding and a head of its own."""
+    """Layers in a Python loop, with dropout by depth, between an embedding and a head that also
+    reads what the second layer returns."""
 
     sizes: Sizes
     wrap: Callable
@@ -207,12 +178,13 @@ class Linen(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         dim, hidden, vocab = self.sizes
-        x = nn.Embed(vocab, dim)(tokens)
-        for i in range(LAYERS):
-            x = self.wrap(LinenBlock)(hidden, self.rate, name=f"block{i}")(x)
+        hidden_states, block = [nn.Embed(vocab, dim)(tokens)], self.wrap(LinenBlock)
+        for i in range(4):
+            rate = self.rate * (i + 1) / 4
+            hidden_states.append(block(hidden, rate, name=f"block{i}")(hidden_states[-1]))
         seen = self.variable("stats", "seen", jnp.int32, 0)
         seen.value += 1
-        return nn.Dense(vocab)(x)
+        return nn.Dense(vocab)(hidden_states[-1] + hidden_states[2])
 
 
 class ConvNet(nn.Module):
@@ -366,7 +338,6 @@ def equinox_model(sizes: Sizes) -> Subject:
 
 MODELS = {
     "gpt": gpt,
-    "unrolled": unrolled,
     "mlp": mlp,
     "linen": transformer,
     "convnet": convnet,

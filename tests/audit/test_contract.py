@@ -248,6 +248,30 @@ def test_weights_kept_for_backward():
     assert f"[{LAYERS},{DIM},{DIM}]" in line and "regather=True" in line
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_gradients_that_wait_for_each_other(waits):
+    """Nine layers of 64 MiB, in a Python loop, whose gradients are scaled by the sum of all."""
+    scaled = lambda grads: jax.tree.map(lambda g: g * sum(map(jnp.sum, grads)), grads)
+    same = jax.custom_vjp(lambda params: params)
+    same.defvjp(lambda params: (params, None), lambda _, grads: (scaled(grads),))
+    make = lambda: TrainState.create(
+        apply_fn=None, params=[jnp.zeros((4096, 4096))] * 9, tx=optax.sgd(0.1)
+    )
+    plan = zerojax.plan(make, stage=3, mesh=audits.mesh_of("cpu"))
+
+    def train(params, x):
+        for w in same(params) if waits else params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    x = zerojax.aot.batch(jax.ShapeDtypeStruct((64, 4096), jnp.float32), plan)
+    report = zerojax.audit(zerojax.train_step(train), plan.abstract(), x)
+    wait = "the gradients of 9 parameters (params/*), 576.0 MiB of each device, wait for each other"
+    lines = [line for line in report.findings() if "wait" in line]
+    assert [line.startswith(wait) for line in lines] == [True] * waits
+    assert all("Let layers run as a loop: a scan, or roll=True." in line for line in lines)
+
+
 def test_a_gather_in_a_loop_that_nothing_hides():
     report = dataclasses.replace(steps.row("stage3").report, backend="gpu")
     one = next(t for t in report.traffic if t.kind == "all-gather" and t.loops)

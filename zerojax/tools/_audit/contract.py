@@ -16,6 +16,7 @@ from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._table import human_bytes
 from zerojax._wire import codecs as _codecs
 from zerojax.tools._audit.measurement import Measurement
+from zerojax.tools._hlo import flow as _flow
 from zerojax.tools._hlo.flow import ARITHMETIC
 from zerojax.tools._hlo.module import Array
 from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Sent
@@ -25,6 +26,8 @@ BIG_ALL_REDUCE = 2**20  # the largest that is allowed without a plan
 BIG_GATHER = 2**20  # from here on a gather in a loop should not be synchronous
 WIDE_DTYPES = {"f32", "f64"}
 NARROW_DTYPES = {"bf16", "f16"}
+ANY_WAITING = 2**28  # bytes of gradients: XLA joins smaller ones, to reduce them at once
+FEW_WAITING = 8  # arrays, such as embeddings and heads
 ANY_COPY = 2**20  # smaller copies to or from the host are ignored
 MOST_COPIED = 1.01  # times the plan's bytes
 OPTIMIZER_SCOPE = "optimizer"  # full-matrix optimizers may send what they need
@@ -57,6 +60,7 @@ def findings(report: Measurement) -> list[str]:
         *_gathers(report, plan, leaves),
         *_dtypes(report, leaves),
         *_kept(report),
+        *(_waiting(report, leaves, plan.stage) if plan.stage > 1 and report.trains else ()),
         *(_copies(report, plan) if report.backend == "gpu" else ()),
         *general,
     ]
@@ -196,6 +200,26 @@ def _kept(report: Measurement) -> Iterator[str]:
             f"the gathered weights of {path} are kept for backward, all layers of them ({array}). "
             "Leave regather=True, and let no jax.checkpoint policy save values computed from "
             "weights only."
+        )
+
+
+def _waiting(report: Measurement, leaves: Leaves, stage: int) -> Iterator[str]:
+    """Finds full gradients of most parameters that exist at once."""
+    sent = {one.instruction: one for one in _of_kinds(report, "reduce-scatter")}
+    gradients = {
+        leaf.path: part
+        for reader, at in _flow.waiting(report.module, sent)
+        if (part := sent[reader].parts[at]) and (leaf := _gradient_in(part, leaves))
+    }
+    size = sum(part.size for part in gradients.values())
+    nbytes = sum(part.nbytes for part in gradients.values())
+    are_most = size > sum(map(_sent, leaves.values())) / 2
+    if are_most and nbytes > ANY_WAITING and len(gradients) > FEW_WAITING:
+        yield (
+            f"the gradients of {len(gradients)} parameters ({common_path([*gradients])}), "
+            f"{human_bytes(nbytes)} of each device, wait for each other, and are reduced after "
+            f"the last one: stage {stage} promises one layer's at a time. Let layers run as a "
+            "loop: a scan, or roll=True."
         )
 
 

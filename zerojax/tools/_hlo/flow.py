@@ -170,6 +170,40 @@ def _summands(
     return [one for operand in operands[:count] for one in operand[:1]]
 
 
+def waiting(module: Module, readers: Iterable[Instruction]) -> list[Slot]:
+    """Finds the operands of some instructions that exist at once: (reader, number of the operand).
+
+    Of each computation, those with most bytes at one time.
+    """
+    fullest: dict[str, list[Slot]] = collections.defaultdict(list)
+    lives: dict[str, list[tuple[int, int, Slot]]] = collections.defaultdict(list)
+    for name, inside in itertools.groupby(readers, key=lambda one: one.computation):
+        order = {one: at for at, one in enumerate(module.computations[name].values())}
+        lives[name] += [
+            (order[_maker(operand)], order[reader], (reader, at))
+            for reader in inside
+            for at, operand in enumerate(reader.operands)
+        ]
+    for name, each in lives.items():
+        for now in {read for _, read, _ in each}:
+            alive = [slot for made, read, slot in each if made < now <= read]
+            fullest[name] = max(fullest[name], alive, key=_operand_bytes)
+    return list(itertools.chain(*fullest.values()))
+
+
+def _operand_bytes(slots: Iterable[Slot]) -> float:
+    return sum(reader.operands[at].nbytes for reader, at in slots)
+
+
+def _maker(value: Instruction) -> Instruction:
+    """Returns what computes a value that may have been moved since."""
+    while value.operands and (
+        MOVED_ON.fullmatch(value.opcode) or value.opcode in ("bitcast", "get-tuple-element")
+    ):
+        value = value.operands[0]
+    return value
+
+
 # -- memory
 
 
