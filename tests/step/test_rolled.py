@@ -29,8 +29,9 @@ def layers(count=LAYERS, **shapes):
     return [{k: normal(n, *s) for k, s in shapes.items()} for n in range(count)]
 
 
-def plain(layer, remat, count=LAYERS):
-    """A model of plain arrays. `layer(x, p, number)` returns its output."""
+def plain(layer, remat, count=LAYERS, order=None):
+    """A model of plain arrays. `layer(x, p, number)` returns its output; `order` says whose weights
+    each call reads."""
     params = {
         "embed": normal(9, 64, DIM),
         "layers": layers(count, up=(DIM, 64), down=(64, DIM)),
@@ -39,7 +40,8 @@ def plain(layer, remat, count=LAYERS):
 
     def loss(params, tokens, key):
         x = params["embed"][tokens]
-        for number, p in enumerate(params["layers"]):
+        for number, own in enumerate(order or range(count)):
+            p = params["layers"][own]
             one = lambda x, p, s=params["scale"], number=number: layer(x * s, p, number, key)
             x = (jax.checkpoint(one) if remat else one)(x, p)
         return jnp.mean((x @ params["embed"].T) ** 2)
@@ -56,6 +58,11 @@ def by_depth(x, p, number, key):
     key = jax.random.fold_in(key, number)
     keep = jax.random.bernoulli(key, 1 - 0.1 * number, x.shape[1:])  # the same on all devices
     return dense(jnp.where(keep, x, 0.0), p)
+
+
+def every_second(x, p, number, _):
+    """`jax.checkpoint` is around every second layer."""
+    return (jax.checkpoint(dense) if number % 2 else dense)(x, p)
 
 
 def first_differs(x, p, number, _):
@@ -168,7 +175,25 @@ def two_stacks(_):
     return params, loss
 
 
+def auxiliary(remat):
+    """Each layer adds to a sum that begins as a number."""
+    params, _ = plain(dense, remat)
+
+    def layer(x, p):
+        return dense(x, p), jnp.mean(jnp.tanh(x))
+
+    def loss(params, tokens, _):
+        x, total = params["embed"][tokens], 0.0
+        for p in params["layers"]:
+            x, more = (jax.checkpoint(layer) if remat else layer)(x, p)
+            total += more
+        return jnp.mean((x @ params["embed"].T) ** 2) + total
+
+    return params, loss
+
+
 MODELS = {
+    "auxiliary": auxiliary,
     "plain": lambda remat: plain(dense, remat),
     "dropout by depth": lambda remat: plain(by_depth, remat),
     "local and global": lambda remat: plain(local_and_global, remat, 6),
@@ -220,11 +245,6 @@ def test_rolled_layers_have_the_gradients_of_the_python_loop(name, remat):
 
 def test_what_is_rolled_up_and_what_stays():
     """By default, layers under `jax.checkpoint`; never shared ones, or those that print."""
-
-    def prints(x, p, number, _):
-        jax.debug.print("{}", x.sum())
-        return dense(x, p)
-
     different = lambda x, p, number, _: dense(x * x if number == 2 else x, p)
     for (params, loss), roll, wanted in (
         (plain(dense, True), "auto", [LAYERS] * 2),
@@ -233,6 +253,10 @@ def test_what_is_rolled_up_and_what_stays():
         (plain(different, True), "auto", []),
         (plain(different, True, count=9), "auto", [6, 6]),
         (plain(prints, True), True, []),
+        (plain(every_second, False, count=8), "auto", []),
+        (plain(every_second, False, count=8), True, [4, 4]),
+        (plain(dense, True, count=4, order=[0, 1, 2, 3] * 2), True, []),
+        (plain(dense, True, count=4, order=[0, 0, 1, 1, 2, 2, 3, 3]), True, [4, 4]),
         (linen(True, shared=True), True, []),
     ):
         assert scans(gradients(params, loss, roll=roll)[0]) == wanted
@@ -249,8 +273,8 @@ def trained(loss, params, **options):
 @pytest.mark.parametrize(
     ("remat", "says"),
     [
-        (True, "5 layers (params/layers/*/down, params/layers/*/up) are rolled up"),
-        (False, "5 layers (params/layers/*/down, params/layers/*/up) stay a Python loop, because "),
+        (True, "params/layers/0 to 4 are rolled up, 5 turns of a loop"),
+        (False, "params/layers/0 to 4 stay a Python loop, because no jax.checkpoint (nn.remat, "),
     ],
 )
 def test_a_step_and_its_audit_say_what_becomes_of_layers(remat, says):
@@ -270,16 +294,43 @@ def test_a_step_of_nnx_says_it_too():
     model, optimizer = zerojax.nnx.shard(make, stage=3, mesh=make_mesh(), min_shard_size=1)
     step = zerojax.nnx.train_step(lambda model, tokens: jnp.mean(model(tokens) ** 2))
     step(model, optimizer, TOKENS)
-    assert "5 layers (params/layers/*/down/bias, params/layers/*/down/kernel and 4" in str(step)
+    assert "params/layers/0 to 4 are rolled up, 5 turns of a loop" in str(step)
     assert zerojax.verify(*step.pure(model, optimizer, TOKENS))
 
 
-def test_calls_that_differ_are_counted():
-    odd = lambda x, p, number, _: dense(x ** (number + 1), p)
-    params, loss = plain(odd, True, count=2)
-    step, state = trained(lambda params, tokens: loss(params, tokens, KEY), params)
+def prints(x, p, *_):
+    jax.debug.print("{}", x.sum())
+    return dense(x, p)
+
+
+def power(x, p, number, _):
+    return dense(x ** (number + 1), p)
+
+
+CALLS = "not rolled up: {} calls of jax.checkpoint, "
+NOTHING = "roll=True rolls up nothing: no "
+
+
+@pytest.mark.parametrize(
+    ("layer", "count", "says"),
+    [
+        (power, 2, CALLS.format(2) + "too few of them alike"),
+        (prints, 4, CALLS.format(4) + "which print or call the host"),
+        (dense, 0, NOTHING + "3 layers in a row are alike"),
+    ],
+)
+def test_what_stays_is_told(layer, count, says):
+    params, loss = plain(layer, True, count=count)
+    step, state = trained(lambda params, tokens: loss(params, tokens, KEY), params, roll=True)
     step.lower(state, TOKENS)
-    assert "2 calls of jax.checkpoint are not rolled up: too few are alike" in str(step)
+    assert str(step) == f"<zerojax training step>\n  {says}"
+
+
+def test_whole_parameters_are_told():
+    step = zerojax.train_step(lambda params, x: jnp.mean(x @ params["w"]), roll=True)
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones((32, 8))}, tx=optax.sgd(0.1))
+    step(zerojax.shard_train_state(state, stage=2, mesh=make_mesh()), np.ones((8, 32), "f"))
+    assert str(step).endswith(NOTHING + "parameter is sharded (stage 3)")
 
 
 def test_the_norm_and_the_state_are_those_of_the_python_loop():

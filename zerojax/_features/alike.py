@@ -14,7 +14,7 @@ from zerojax._kernel.jaxprs import Atom, Var, is_var
 class Keys:
     """Numbers that are equal for equations that are alike.
 
-    The literals among the operands of an equation may differ, and those in a `jax.checkpoint`.
+    Operands may be literals or not, and the literals in a `jax.checkpoint` may differ.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Keys:
             return id(eqn)
         params = sorted(eqn.params.items())
         params = [(k, self.param(v, loose)) for k, v in params if k not in _compat.DERIVATIVES]
-        operands = tuple((is_var(v), v.aval) for v in eqn.invars)
+        operands = tuple(v.aval for v in eqn.invars)
         outs = tuple(v.aval for v in eqn.outvars)
         return eqn.primitive, tuple(params), self.rules(eqn), eqn.ctx, operands, outs
 

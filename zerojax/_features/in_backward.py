@@ -119,8 +119,9 @@ class InBackward:
         named = "; stacked= names stacks, where the state is placed" * unseen
         raise ValueError(
             f"update='backward', and no parameter can be updated there ({listed}). Backward "
-            "updates stacks of layers that one scan reads, with an optimizer that updates each "
-            f"element by itself{named}. Pass update='auto', which then updates after backward."
+            "updates stacks of layers that one scan reads, not layers in a Python loop, with an "
+            f"optimizer that updates each element by itself{named}. Pass update='auto', which then "
+            "updates after backward."
         )
 
     def prove(self, finds: bool) -> None:

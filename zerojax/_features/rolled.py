@@ -27,7 +27,7 @@ from zerojax._features.alike import one_for_all, same_as
 from zerojax._features.bundles import MANY, Bundle, bundled
 from zerojax._features.runs import LEAST, Place, Repeats, Stretch, made_by
 from zerojax._kernel.jaxprs import Atom, Var, is_var, reads, type_of, unclosed
-from zerojax._kernel.pieces import common_path, unique
+from zerojax._kernel.pieces import unique
 from zerojax._kernel.places import LeafPlan
 from zerojax._loss.trace import typed
 
@@ -104,20 +104,24 @@ def roll(loss: Jaxpr, params: Sequence[LeafPlan], mesh: Mesh, when: bool | str) 
     Call it where JAX traces the code of one device. `when` is the option `roll=`.
     """
     search = Repeats(loss, params)
-    loops, told = [], []
+    loops, told, stacked = [], [], set()
     for run in search.runs(0, len(search.eqns)) if when else ():
         loop = _Scanned(search, run)
-        if not (loop.stacks and loop.carried):
+        # A weight that two loops read would be gathered by both.
+        if not (loop.stacks and loop.carried and stacked.isdisjoint(loop.weights)):
             continue
         if when != "auto" or loop.is_checkpointed:
             loops.append(loop)
-            told.append(f"{loop} are rolled up")
+            stacked |= loop.weights
+            told.append(f"{loop} are rolled up, {run.count} turns of a loop")
         else:
             told.append(
-                f"{loop} stay a Python loop, because no jax.checkpoint is around each: roll=True "
-                "needs less memory and more time"
+                f"{loop} stay a Python loop, because no jax.checkpoint (nn.remat, nnx.remat) is "
+                "around each: roll=True needs less memory and, on GPUs, more time"
             )
     told += _left(search, [loop.run for loop in loops]) if when else ()
+    if when is True and not told:
+        told = [f"roll=True rolls up nothing: no {LEAST} layers in a row are alike"]
     rolled = _Rolling(search, loops, mesh).rolled()
     return dataclasses.replace(rolled or unrolled(loss, params), told=told)
 
@@ -128,13 +132,16 @@ def _left(search: Repeats, runs: Sequence[Stretch]) -> Iterator[str]:
     eqns = [(i, eqn) for i, eqn in enumerate(search.eqns) if i not in rolled]
     calls = [i for i, eqn in eqns if _is_checkpoint(eqn) and search.reads_weights(eqn)]
     alike = Counter(search.keys[i] for i in calls)
-    if several := sum(alike[search.keys[i]] >= LEAST for i in calls):
-        yield (
-            f"{several} alike calls of jax.checkpoint are not rolled up: they are not layers one "
-            "after another, with weights of their own on the devices"
-        )
-    if others := len(calls) - several:
-        yield f"{others} calls of jax.checkpoint are not rolled up: too few are alike"
+    why = Counter(
+        "which print or call the host"
+        if _compat.has_side_effects(search.eqns[i])
+        else "alike, but not one after another with weights of their own on the devices"
+        if alike[search.keys[i]] >= LEAST
+        else "too few of them alike"
+        for i in calls
+    )
+    for reason, count in why.items():
+        yield f"not rolled up: {count} call{'s' * (count > 1)} of jax.checkpoint, {reason}"
 
 
 class _Rolling:
@@ -233,14 +240,24 @@ class _Scanned:
         self.body = [self.in_body(eqns) for eqns in zip(*layers, strict=True)]
 
     def __str__(self) -> str:
-        leaves = self.search.leaves
-        paths = sorted(common_path([leaves[at].path for at in stack]) for stack in self.stacks)
-        named = ", ".join(paths[:2]) + f" and {len(paths) - 2} more" * (len(paths) > 2)
-        return f"{self.run.count} layers ({named})"
+        rows = zip(*self.stacks, strict=True)
+        paths = [self.search.leaves[at].path.split("/") for row in rows for at in row]
+        levels = [unique(names) for names in zip(*paths, strict=False)]
+        depth = next(k for k, names in enumerate(levels) if len(names) > 1)
+        first, *_, last = levels[depth]
+        return "/".join([*paths[0][:depth], f"{first} to {last}"])
+
+    @functools.cached_property
+    def weights(self) -> set[int]:
+        """The positions of the parameters in its stacks."""
+        return set().union(*self.stacks)
 
     @property
     def is_checkpointed(self) -> bool:
-        return any(map(_is_checkpoint, self.body))
+        """Whether `jax.checkpoint` is around all that reads weights."""
+        own = {*self.stacks.values(), *self.moved.values()}
+        readers = [eqn for eqn in self.body if not own.isdisjoint(reads(eqn))]
+        return all(map(_is_checkpoint, readers))
 
     def in_body(self, eqns: Sequence[JaxprEqn]) -> JaxprEqn:
         """Returns an equation of the loop's body, from that of each layer."""

@@ -65,6 +65,7 @@ class Repeats:
         self.last_read = {v: i for i, eqn in enumerate(self.eqns) for v in reads(eqn)}
         self.last_read |= {v: len(self.eqns) for v in self.outvars if is_var(v)}
         self.numbers = Keys()
+        self.sources = {v: frozenset([at]) for v, at in self.params.items()}
 
     @functools.cached_property
     def keys(self) -> np.ndarray:
@@ -82,6 +83,15 @@ class Repeats:
                 sources = tuple(weights[v] for v in read)
                 weights |= {v: number((self.keys[i], k, sources)) for k, v in made_by(eqn)}
         return weights
+
+    def params_of(self, v: Var) -> frozenset[int]:
+        """Returns the positions of the parameters that a value comes from, if from them only."""
+        if v not in self.weights:
+            return frozenset()
+        if v not in self.sources:
+            eqn = self.eqns[self.made[v][0]]
+            self.sources[v] = frozenset().union(*map(self.params_of, reads(eqn)))
+        return self.sources[v]
 
     def reads_weights(self, eqn: JaxprEqn) -> bool:
         return not self.weights.keys().isdisjoint(reads(eqn))
@@ -159,7 +169,16 @@ class Repeats:
                 b += 1
             if b - a > count:
                 first, count = a, b - a
-        return Stretch(run.layer(first).start, run.period, count) if count >= LEAST else None
+        best = Stretch(run.layer(first).start, run.period, count)
+        return best if count >= LEAST and self.own_weights(best) else None
+
+    def own_weights(self, run: Stretch) -> bool:
+        """Whether each weight is read by one layer, or by all: a loop would gather what only some
+        read in each of their turns."""
+        layers = [self.eqns[run.layer(k)] for k in range(run.count)]
+        read = [{v for eqn in eqns for v in reads(eqn)} for eqns in layers]
+        times = Counter(at for vs in read for at in set().union(*map(self.params_of, vs)))
+        return {*times.values()} <= {1, run.count}
 
     def operands(self, run: Stretch, layer: int) -> list[Operand]:
         """Returns the operands of a layer, one equation after another."""

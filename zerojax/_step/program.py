@@ -49,6 +49,8 @@ class Program(DeviceStep[StepParam]):
         self.rolled = unrolled(traced.jaxpr, plan.params)
         if axes_size(plan.mesh, plan.groups.params) > 1:
             self.rolled = as_one_device(self.rolled_up, plan.mesh, plan.batch_axes)
+        elif options.roll is True:
+            self.rolled.told.append("roll=True rolls up nothing: no parameter is sharded (stage 3)")
         loss, leaves = self.rolled.jaxpr, self.rolled.leaves
         self.counter, self.hoisted = None, []
         if options.accumulate > 1:
