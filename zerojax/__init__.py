@@ -34,6 +34,7 @@ if typing.TYPE_CHECKING:
     )
     from zerojax._plan.precision import Precision as Precision
     from zerojax._run.processes import initialize as initialize
+    from zerojax._step.compiled import load_step as load_step
     from zerojax._step.grad import value_and_grad as value_and_grad
     from zerojax._step.step import eval_step as eval_step, train_step as train_step
     from zerojax._wire.codecs import Quantized as Quantized
@@ -59,6 +60,7 @@ _EXPORTS = {
     "_plan.planner": ["full_params", "plan", "shard_train_state", "unpad"],
     "_plan.precision": ["Precision"],
     "_run.processes": ["initialize"],
+    "_step.compiled": ["load_step"],
     "_step.grad": ["value_and_grad"],
     "_step.step": ["eval_step", "train_step"],
     "_plan.offload": ["Offload"],

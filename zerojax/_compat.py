@@ -17,6 +17,7 @@ import jax
 from jax import Array
 from jax.core import AbstractValue, Tracer
 from jax.experimental import multihost_utils
+from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import backend, core as jex_core
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
@@ -258,6 +259,19 @@ def context_on(eqn: JaxprEqn, change: Callable[[AbstractMesh], AbstractMesh]) ->
     mesh = change(eqn.ctx.cur_abstract_mesh)
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
         return type(eqn.ctx)()
+
+
+def compiled_anew(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles without JAX's cache, which jaxlib 0.10 to 0.12 need on CPUs: a program that was
+    loaded and is written again lacks its functions ("Function wrapped_add not found")."""
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    try:
+        return lowered.compile()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()
 
 
 def is_gpu(device: Device) -> bool:

@@ -66,7 +66,7 @@ def _lines(jaxpr: jex_core.Jaxpr, consts: Sequence[ArrayLike], indent: str) -> I
         params = sorted((k, show(value)) for k, value in eqn.params.items() if value is not None)
         shown = " ".join(f"{key}={text}" for key, text in params)
         inputs, outputs = (" ".join(map(name, atoms)) for atoms in (eqn.invars, eqn.outvars))
-        types = " ".join(str(var.aval) for var in eqn.outvars)
+        types = " ".join(str(var.aval).lstrip("~") for var in eqn.outvars)  # weak ones are alike
         scope = eqn.source_info.name_stack
         yield f"{indent}{scope} {outputs}:{types} = {eqn.primitive.name} {inputs} {shown}"
         for one, its_consts in inner:

@@ -18,6 +18,7 @@ and its optimizer.
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 
 import jax
@@ -168,6 +169,20 @@ class ModelStep:
                 variable.set_value(_move.moved(value, everywhere))
         keys = _keys(placed, rng)
         return self.functional, placed, batch, *([] if keys is None else [keys])
+
+    def compile(self, *args: PyTree) -> "ModelStep":
+        """Compiles the step for `(model, optimizer, batch[, rng])`, and runs nothing."""
+        step, *inputs = self.pure(*args)
+        return ModelStep(step.compile(*inputs))
+
+    def load(self, path: str | os.PathLike[str], *args: PyTree) -> "ModelStep":
+        """Loads what `compile(*args).save(path)` has written; see `zerojax.load_step`."""
+        step, *inputs = self.pure(*args)
+        return ModelStep(step.load(path, *inputs))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a compiled step to a file."""
+        self.functional.save(path)
 
     def _unmade(self, make: PyTree, rng: PyTree = None) -> tuple:
         """Returns the arguments of forecasts: a step, a function that makes a state, and keys."""

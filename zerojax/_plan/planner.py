@@ -23,6 +23,7 @@ from zerojax._plan.offload import as_offload
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.plan_options import PlanOptions, StateOptions
 from zerojax._plan.precision import Precision, stored_with
+from zerojax._run import programs as _programs
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.hints import is_stack, layer_dims, own_axes
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf, state_of
@@ -271,6 +272,7 @@ def shard_train_state(state_or_fn: PyTree, options: StateOptions) -> PyTree:
         (64, 16) (8, 16)
     """
     _refusals.check_alive(state_or_fn)
+    _programs.keep()
     return plan(state_or_fn, **vars(options)).place(state_or_fn)
 
 

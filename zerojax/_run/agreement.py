@@ -51,7 +51,7 @@ def agree(call: str, items: Callable[[], dict[str, str]], mesh: Mesh | None = No
     members = sorted({device.process_index for device in devices})
     if len(members) == 1 or jax.process_index() not in members:
         return
-    if difference := _difference_between(members, call, {**_versions(), **items()}):
+    if difference := _difference_between(members, call, {**versions(), **items()}):
         raise ValueError(difference)
 
 
@@ -132,7 +132,7 @@ def _beat_of(process: int) -> str | None:
     return None
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     import zerojax
 
     return {

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from zerojax import _compat
-from zerojax._run import agreement as _agreement
+from zerojax._run import agreement as _agreement, programs as _programs
 from zerojax._warn import warn
 
 FAILED = "zerojax/failed"  # the key under which a process that raised tells the others
@@ -78,6 +78,7 @@ def initialize(
             raise
     count = jax.process_count()
     _end_together()
+    _programs.keep()
     log(f"zerojax: {count} process{'es' * (count > 1)}, {jax.device_count()} devices")
     return count
 

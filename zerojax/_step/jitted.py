@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -22,7 +23,9 @@ from zerojax._loss.arguments import plan_of
 from zerojax._loss.trace import named_axes
 from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan, fingerprint
+from zerojax._progress import working
 from zerojax._run import agreement as _agreement
+from zerojax._step.compiled import CompiledStep, loaded, short
 from zerojax._step.step_options import Recipe
 from zerojax._types import PyTree
 
@@ -66,6 +69,27 @@ class Step:
                 others = own(others)
                 named = {name: x if name == "state" else own(x) for name, x in named.items()}
             return jitted(*args[:1], *others, **named)
+
+    def compile(self, *args: PyTree) -> CompiledStep:
+        """Compiles the step for `(state, batch[, rng])`, or for their shapes, and runs nothing."""
+        with _arguments.explained(args, {}, self.recipe.plan):
+            traced, plan, facts = self._traced(args)
+            on_cpus = plan.mesh.devices.flat[0].platform == "cpu"
+            compiled = _compat.compiled_anew if on_cpus else jax.stages.Lowered.compile
+            with working("compiling the step"):
+                return CompiledStep(compiled(traced.lower()), plan, facts)
+
+    def load(self, path: str | os.PathLike[str], *args: PyTree) -> CompiledStep:
+        """Loads what `compile(*args).save(path)` has written; see `zerojax.load_step`."""
+        with _arguments.explained(args, {}, self.recipe.plan):
+            return loaded(path, *self._traced(args))
+
+    def _traced(self, args: Sequence[PyTree]) -> tuple[Any, Plan, dict[str, str]]:
+        """Returns the traced step, its plan, and what its program depends on."""
+        plan = _arguments.find_plan(args[0] if args else None, self.recipe.plan)
+        traced = self.for_args(*args).trace(*args)
+        facts = self.facts(plan, _fingerprint.of_shapes(args[1:]), traced.jaxpr)
+        return traced, plan, short(_agreement.versions() | facts)
 
     def lower(self, *args: PyTree, **named: PyTree) -> jax.stages.Lowered:
         with _arguments.explained(args, named, self.recipe.plan):
@@ -136,6 +160,18 @@ class Step:
             options.pop(_xla_options.DOUBLE_BUFFER, None)
         return options
 
+    def facts(self, plan: Plan, shapes: str, closed: ClosedJaxpr) -> dict[str, str]:
+        """Returns by name what a program depends on, for batches of these shapes."""
+        options = vars(self.recipe.options) | self.make_jit.keywords
+        return {
+            **{name: str(value) for name, value in options.items()},
+            **fingerprint(plan),
+            "the kind of devices": plan.mesh.devices.flat[0].device_kind,
+            "the XLA options": f"{self.by_plan[plan][1]} {os.environ.get('XLA_FLAGS', '')}",
+            "the shapes of the batch": shapes,
+            "the program": _fingerprint.of_program(closed),
+        }
+
     def agree(
         self, jitted: Jitted, plan: Plan, args: Sequence[PyTree], named: dict[str, PyTree]
     ) -> None:
@@ -151,14 +187,9 @@ class Step:
         traced = any(isinstance(leaf, Tracer) for _, leaf in batch)
 
         def items() -> dict[str, str]:
-            options = vars(self.recipe.options) | self.make_jit.keywords
-            return {
-                **{name: str(value) for name, value in options.items()},
-                **fingerprint(plan),
-                "the shapes of the batch": shapes,
-                **_fingerprint.of_values((jax.tree_util.keystr(p), leaf) for p, leaf in batch),
-                "the program": _fingerprint.of_program(jitted.trace(*args, **named).jaxpr),
-            }
+            named_leaves = ((jax.tree_util.keystr(p), leaf) for p, leaf in batch)
+            closed = jitted.trace(*args, **named).jaxpr
+            return self.facts(plan, shapes, closed) | _fingerprint.of_values(named_leaves)
 
         if not traced and (plan, shapes) not in self.agreed:
             trains = self.recipe.options.differentiates

@@ -24,6 +24,7 @@ import zerojax
 from zerojax import _figures, tools as _tools
 from zerojax._kernel.places import groups_of
 from zerojax._plan.precision import Precision
+from zerojax._run import programs as _programs
 from zerojax._table import Table, fitted, paragraphs
 from zerojax._types import PyTree
 from zerojax.tools._audit.report import Report, check_limits
@@ -67,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         if plot:
             _figures.check_picture(plot)
-        with _cache.kept(_cache.folder() if getattr(arguments, "cache", False) else None):
+        with _cache.kept(_programs.folder() if getattr(arguments, "cache", False) else None):
             result, data, text, is_well = arguments.run(arguments)
         if plot:
             result.plot(plot)

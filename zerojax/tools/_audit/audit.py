@@ -120,10 +120,10 @@ def _compiled(
     step: Any, state: PyTree, batch: PyTree, args: Sequence[PyTree]
 ) -> tuple[Compiled, Sequence[str]]:
     """Returns the compiled step, and the compiler's warnings, if they are known."""
-    if hasattr(step, "as_text") and not hasattr(step, "compile"):
+    if hasattr(step, "as_text"):
+        if hasattr(step, "compile"):
+            raise TypeError("audit takes compiled programs. Pass lowered.compile().")
         return step, getattr(step, "warnings", ())
-    if hasattr(step, "compile"):
-        raise TypeError("audit takes compiled programs. Pass lowered.compile().")
     if hasattr(step, "pure"):
         raise TypeError(
             "a step of zerojax.nnx is audited without its objects: "

@@ -26,7 +26,6 @@ from zerojax._types import PyTree
 from zerojax.tools._audit import audit as _audit
 from zerojax.tools._hlo import gpus as _known
 
-VARIABLE = "ZEROJAX_CACHE"
 SUFFIX = ".zerojax"
 MOST_BYTES = 2**28  # of all files; a step of a 7.5B GPT takes less than 0.2 MB
 COMPILERS = ["jaxlib"]
@@ -52,15 +51,6 @@ class KeptProgram:
 
     def memory_analysis(self) -> "KeptProgram":
         return self
-
-
-def folder(environ: Mapping[str, str] = os.environ) -> pathlib.Path | None:
-    """Returns where compiled steps are kept: in `ZEROJAX_CACHE`, nowhere if that is empty, or in a
-    folder of the user's cache."""
-    caches = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    path = environ.get(VARIABLE, os.path.join(caches, "zerojax"))
-    with contextlib.suppress(RuntimeError):  # there is no home
-        return pathlib.Path(path).expanduser() if path else None
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from zerojax import _figures, aot
 from zerojax._declared import option, takes
 from zerojax._figures import Figure, PlotAxes
 from zerojax._progress import progress
+from zerojax._run import programs as _programs
 from zerojax._table import Printed, Table, human_bytes
 from zerojax._types import PyTree
 from zerojax.tools._forecast import cache as _cache, presets as _presets
@@ -278,7 +279,7 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
         return dataclasses.replace(case, **asked)
 
     cells = list(itertools.product(models, sizes, stages, rows))
-    with _cache.kept(_cache.folder() if options.cache else None, lines=False):
+    with _cache.kept(_programs.folder() if options.cache else None, lines=False):
         cases = progress(cells, lambda at: f"compiling {_named(*at)}", lambda at: cell(*at))
     return Study(tuple(cases))
 

@@ -1,0 +1,149 @@
+"""Steps that are compiled before the loop, kept in files, and loaded; and JAX's own cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import zerojax
+import zerojax.nnx
+from tests.conftest import make_mesh
+from tests.processes import python
+from tests.reference import assert_close
+
+ROWS = np.linspace(-1, 1, 16 * 32, dtype="f").reshape(16, 32)
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def placed(stage=3, devices=8):
+    make = lambda: TrainState.create(
+        apply_fn=None, params={"w": jnp.ones((32, 64))}, tx=optax.adam(1e-2)
+    )
+    return zerojax.shard_train_state(make, stage=stage, mesh=make_mesh(devices))
+
+
+def test_a_step_is_compiled_saved_and_loaded(tmp_path, compiled):
+    """Loaded, it compiles nothing, gives the numbers of the step, and donates the state."""
+    file, step = tmp_path / "step.bin", zerojax.train_step(loss)
+    step.compile(placed().tx.plan.abstract(), jax.ShapeDtypeStruct((16, 32), "float32")).save(file)
+    wanted = step(placed(), ROWS)
+    del compiled[:]
+    state = placed()
+    loaded = zerojax.load_step(file, zerojax.train_step(loss), state, ROWS)
+    loaded.save(file)
+    loaded = zerojax.load_step(file, zerojax.train_step(loss), state, ROWS)
+    found = loaded(state, ROWS)
+    assert "jit(step)" not in compiled and state.params["w"].is_deleted()
+    assert_close(found, wanted, 0)
+    state, metrics = loaded(found[0], 2 * ROWS)
+    assert metrics["loss"] > 3 * wanted[1]["loss"] and int(state.step) == 2
+    assert state.params["w"].sharding == wanted[0].params["w"].sharding
+    assert repr(loaded) == "<zerojax compiled step for 8 x cpu>"
+    assert loaded.memory_analysis().alias_size_in_bytes and "all-gather" in loaded.as_text()
+    with pytest.raises(TypeError, match=r"'batch' compiled with float32\[16,32\] and called with"):
+        loaded(state, ROWS[:, :16])
+
+
+OTHERS = {
+    "the program": lambda: (lambda params, x: loss(params, x) * 2, placed(), ROWS),
+    "the stage": lambda: (loss, placed(stage=2), ROWS),
+    "the devices": lambda: (loss, placed(devices=4), ROWS),
+    "the shapes of the batch": lambda: (loss, placed(), ROWS[:8]),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    file = tmp_path_factory.mktemp("steps") / "step.bin"
+    zerojax.train_step(loss).compile(placed(), ROWS).save(file)
+    return file
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_was_compiled_for_something_else_is_refused(name, saved):
+    other, state, rows = OTHERS[name]()
+    with pytest.raises(ValueError, match=f"for something else:(.|\n)*  {name}: ") as raised:
+        zerojax.load_step(saved, zerojax.train_step(other), state, rows)
+    text = str(raised.value)
+    assert " there, " in text and "here: step.compile(state, batch).save(path)." in text
+    assert "the version of JAX" not in text
+
+
+def test_an_option_and_another_jax_are_named(saved, monkeypatch):
+    with pytest.raises(ValueError, match="\n  accumulate: 1 there, 2 here\n"):
+        zerojax.load_step(saved, zerojax.train_step(loss, accumulate=2), placed(), ROWS)
+    monkeypatch.setattr(jax, "__version__", "0.99")
+    with pytest.raises(ValueError, match=r"\n  the version of JAX: \S+ there, 0.99 here\n"):
+        zerojax.load_step(saved, zerojax.train_step(loss), placed(), ROWS)
+
+
+@pytest.mark.parametrize("keep", [0, 5, -100])
+def test_damaged_files_are_refused(keep, saved, tmp_path):
+    file = tmp_path / "damaged.bin"
+    file.write_bytes(saved.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"damaged.bin is .*step.compile\(state, batch\)"):
+        zerojax.load_step(file, zerojax.train_step(loss), placed(), ROWS)
+
+
+def test_a_step_of_nnx_is_compiled_saved_and_loaded(tmp_path):
+    def make():
+        model = nnx.Linear(32, 64, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    step = zerojax.nnx.train_step(lambda model, x: jnp.mean(model(x) ** 2))
+    found = []
+    for kind in ("step", "compiled", "loaded"):
+        args = *zerojax.nnx.shard(make, stage=3, mesh=make_mesh(), min_shard_size=1), ROWS
+        if kind == "compiled":
+            step = step.compile(*args)
+            step.save(tmp_path / "step.bin")
+        elif kind == "loaded":
+            step = zerojax.nnx.train_step(lambda model, x: jnp.mean(model(x) ** 2))
+            step = zerojax.load_step(tmp_path / "step.bin", step, *args)
+        step(*args)
+        found.append((step(*args)["loss"], args[0].kernel.get_value()))
+    assert_close(found[1], found[0], 0)
+    assert_close(found[2], found[0], 0)
+
+
+TRAIN = """
+import os, sys, jax, jax.numpy as jnp, numpy as np, optax
+jnp.ones(3) + 1  # something has been compiled before
+import zerojax
+from flax.training.train_state import TrainState
+names = []
+jax.monitoring.register_event_listener(lambda name, **_: names.append(name.split("/")[-1]))
+rate, value = map(float, sys.argv[1:])
+tx = optax.inject_hyperparams(optax.adamw)(learning_rate=0.1)
+make = lambda: TrainState.create(apply_fn=None, params={"w": jnp.ones((64, 64))}, tx=tx)
+def loss(params, x):
+    for _ in range(30):
+        x = jnp.tanh(x @ params["w"] / 64)
+    return jnp.mean(x)
+state = zerojax.shard_train_state(make, stage=3)
+state.opt_state.hyperparams["learning_rate"] *= rate
+step = zerojax.train_step(loss)
+state, metrics = step(state, np.full((16, 64), value, "f"))
+print(names.count("cache_hits"), names.count("cache_misses"), float(metrics["loss"]))
+"""
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    """It learns at another rate from another batch, and reads what the first one has compiled."""
+    env = {"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    env |= {"ZEROJAX_CACHE": f"{tmp_path}/zerojax"}
+    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # some take less than our 0.1
+    _, first, said = python(TRAIN, 1e-3, 1, **env)
+    _, second, quiet = python(TRAIN, 1e-2, 2, **env)
+    hits, misses, value = first.split()
+    assert (hits, int(misses) > 0) == ("0", True), first + said
+    assert second.split()[0] == misses and second.split()[1] == "0", second + quiet
+    assert value != second.split()[2]
+    assert f"zerojax: compiled programs are kept in {tmp_path}/zerojax/programs" in said
+    assert "compiled programs" not in quiet

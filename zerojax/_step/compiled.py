@@ -1,0 +1,140 @@
+"""Compiled steps: made before the loop, kept in files, and loaded by other processes.
+
+Gains, where a step is loaded, all of XLA's time: a restart traces and does not compile, and one
+host compiles for all others. Costs 130 lines of code.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import pickle
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from zerojax._loss import arguments as _arguments
+from zerojax._plan import move as _move
+from zerojax._plan.plan import Plan
+from zerojax._types import PyTree
+
+FIRST_LINE = b"zerojax step\n"
+LONGEST = 60  # characters of a fact: of longer ones, or of several lines, a digest is kept
+Facts = dict[str, str]  # what a program depends on, each as text that a digest may stand for
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """A step that is compiled for one state and one shape of batches, and called like the step."""
+
+    executable: jax.stages.Compiled
+    plan: Plan
+    facts: Facts
+    program: bytes = b""  # from a file: JAX may not write again what it has loaded
+
+    def __repr__(self) -> str:
+        device = self.plan.mesh.devices.flat[0].device_kind
+        return f"<zerojax compiled step for {self.plan.mesh.size} x {device}>"
+
+    def __call__(self, state: PyTree, *args: PyTree) -> PyTree:
+        """Runs the step on `(state, batch[, rng])`."""
+        with _arguments.explained((state, *args), {}, self.plan):
+            args = _move.own(args, self.plan.mesh.devices.flat)
+            (_, *places), _ = self.executable.input_shardings
+            return self.executable(state, *jax.device_put(args, tuple(places)))
+
+    def as_text(self) -> str:
+        return self.executable.as_text() or ""
+
+    def memory_analysis(self) -> Any:
+        return self.executable.memory_analysis()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the step to a file, from which `zerojax.load_step` takes it in another process.
+
+        Where there are several processes, the first one writes, on a file system that all read.
+        """
+        if jax.process_index() > 0:
+            return
+        program = self.program or serialize_executable.serialize(self.executable)[0]
+        file = pathlib.Path(path)
+        beside = file.with_name(f"{file.name}.{os.getpid()}")
+        try:
+            beside.write_bytes(FIRST_LINE + json.dumps(self.facts).encode() + b"\n" + program)
+            os.replace(beside, file)  # all of it, or nothing
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def load_step(path: str | os.PathLike[str], step: Any, *args: PyTree) -> Any:
+    """Loads a step that `step.compile(...).save(path)` has written.
+
+    The step is traced, which takes seconds, and not compiled. A file of another program, plan,
+    device or version of JAX is refused; the error names the difference.
+
+    Load files that you trust: like JAX's own cache, such a file holds code.
+
+    Arguments:
+        path: the file.
+        step: the step that was compiled, of `zerojax.train_step`, `eval_step`, or of `zerojax.nnx`.
+        args: what it is called with: `(state, batch[, rng])`, or their shapes, or nnx's objects.
+
+    Returns:
+        What `step.compile(*args)` returns.
+
+    Example:
+        >>> state = TrainState.create(
+        ...     apply_fn=None, params={"w": jnp.ones((64, 16))}, tx=optax.adam(1e-2))
+        >>> state, batch = zerojax.shard_train_state(state, stage=3), jnp.ones((32, 64))
+        >>> step = zerojax.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+        >>> step.compile(state, batch).save("step.bin")  # doctest: +SKIP
+        >>> step = zerojax.load_step("step.bin", step, state, batch)  # doctest: +SKIP
+    """
+    return step.load(path, *args)
+
+
+def loaded(path: str | os.PathLike[str], traced: Any, plan: Plan, facts: Facts) -> CompiledStep:
+    """Returns the step in a file. Raises where it depends on other facts than these."""
+    data = pathlib.Path(path).read_bytes()
+    header, _, program = data.removeprefix(FIRST_LINE).partition(b"\n")
+    try:
+        if not data.startswith(FIRST_LINE):
+            raise ValueError("it does not begin like one")
+        written = dict(json.loads(header))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not a compiled step ({error}). Write one: "
+            "step.compile(state, batch).save(path)."
+        ) from error
+    differ = [name for name in {**written, **facts} if written.get(name) != facts.get(name)]
+    if differ:
+        both = [(k, written.get(k, "nothing"), facts.get(k, "nothing")) for k in differ]
+        lines = [f"\n  {name}: {there} there, {here} here" for name, there, here in both]
+        raise ValueError(
+            f"{path} has a step that was compiled for something else:{''.join(lines)}\nCompile it "
+            "here: step.compile(state, batch).save(path)."
+        )
+    in_tree = jax.tree.structure(traced.args_info)
+    out_tree = jax.tree.structure(traced.out_info)
+    devices = list(plan.mesh.devices.flat)
+    try:
+        executable = serialize_executable.deserialize_and_load(
+            program, in_tree, out_tree, devices[0].client, devices
+        )
+    except (pickle.UnpicklingError, EOFError, jax.errors.JaxRuntimeError) as error:
+        raise ValueError(
+            f"{path} is damaged: {error}. Write it again: step.compile(state, batch).save(path)."
+        ) from error
+    return CompiledStep(executable, plan, facts, program)
+
+
+def short(facts: Facts) -> Facts:
+    """Returns facts with a digest in place of what is long."""
+
+    def one(text: str) -> str:
+        is_long = len(text) > LONGEST or "\n" in text
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if is_long else text
+
+    return {name: one(text) for name, text in facts.items()}
