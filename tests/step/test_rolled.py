@@ -192,8 +192,24 @@ def auxiliary(remat):
     return params, loss
 
 
+def returns_numbers(remat):
+    """What each layer returns beside its output is a number, of another one in each."""
+    params, _ = plain(dense, remat)
+
+    def loss(params, tokens, _):
+        x, total = params["embed"][tokens], 0.0
+        for n, p in enumerate(params["layers"]):
+            layer = lambda x, p, n=n: (dense(x, p), 0.1 * (n + 1))
+            x, weight = (jax.checkpoint(layer) if remat else layer)(x, p)
+            total += weight * jnp.mean(x**2)
+        return total
+
+    return params, loss
+
+
 MODELS = {
     "auxiliary": auxiliary,
+    "returns numbers": returns_numbers,
     "plain": lambda remat: plain(dense, remat),
     "dropout by depth": lambda remat: plain(by_depth, remat),
     "local and global": lambda remat: plain(local_and_global, remat, 6),
@@ -207,6 +223,7 @@ MODELS = {
 
 
 LOOPS = {
+    ("returns numbers", True): [],
     "local and global": [3, 3],
     "two stacks": [4] * 4,
     "first differs": [4, 4],
@@ -238,7 +255,8 @@ def test_rolled_layers_have_the_gradients_of_the_python_loop(name, remat):
     results = []
     for roll in (True, False):
         traced, placed = gradients(params, loss, roll=roll)
-        assert scans(traced) == (LOOPS.get(name, [LAYERS] * 2) if roll else [])
+        wanted = LOOPS.get((name, remat), LOOPS.get(name, [LAYERS] * 2))
+        assert scans(traced) == (wanted if roll else [])
         results.append(traced.lower().compile()(placed, TOKENS, KEY))
     assert_close(*results, 2e-6)
 
@@ -260,6 +278,51 @@ def test_what_is_rolled_up_and_what_stays():
         (linen(True, shared=True), True, []),
     ):
         assert scans(gradients(params, loss, roll=roll)[0]) == wanted
+
+
+def masked(power):
+    """The mean of what a mask leaves, beside layers in a loop."""
+    params, _ = plain(dense, True)
+
+    def loss(params, batch):
+        x = params["embed"][batch["tokens"]]
+        for p in params["layers"]:
+            x = jax.checkpoint(dense)(x, p)
+        mean = zerojax.mean(jnp.mean(x**2, (1, 2)), where=batch["mask"])
+        return mean if power == 1 else mean**power
+
+    return params, loss
+
+
+def test_means_beside_rolled_layers_are_exact_over_microbatches():
+    batch = {"tokens": np.tile(TOKENS, (2, 1)), "mask": np.arange(16) % 5 > 0}
+    for power in (1, 2):
+        params, loss = masked(power)
+        step, state = trained(loss, params, accumulate=2)
+        if power == 2:
+            with pytest.raises(ValueError, match="not linear"):
+                step(state, batch)
+        else:
+            _, metrics = step(state, batch)
+            assert float(metrics["loss"]) == pytest.approx(float(loss(params, batch)), 1e-5)
+            assert "are rolled up" in str(step)
+
+
+@pytest.mark.parametrize(
+    ("ways", "count"),
+    [
+        ({"layers": "int8"}, 4),
+        ({r"layers/\d+/up": "int8"}, 2),
+        ({"layers/0/": None, "layers": "int8"}, 4),
+    ],
+)
+def test_rules_by_path_hold_in_rolled_layers(ways, count):
+    """Two weights of a layer travel in forward and in backward; the first layer may differ."""
+    params, loss = plain(dense, True)
+    precision = zerojax.Precision(gather=ways)
+    text = gradients(params, loss, precision=precision)[0].lower().as_text()
+    kinds = re.findall(r'"stablehlo.all_gather".*?-> tensor<(\S+?)>', text, re.DOTALL)
+    assert sum(kind.endswith("xi8") for kind in kinds) == count
 
 
 def trained(loss, params, **options):

@@ -47,7 +47,7 @@ class Keys:
         try:
             rules = _compat.derivatives(eqn)
             return tuple(self.jaxpr(jaxpr, consts, False) for jaxpr, consts in rules)
-        except Exception:  # the user's code, which may raise where nothing is differentiated
+        except Exception:  # a rule that cannot be traced makes its call like no other
             return id(eqn)
         finally:
             self.in_rule = False
@@ -74,17 +74,18 @@ class Keys:
     def code(self, jaxpr: Jaxpr, loose: bool) -> Hashable:
         numbers: dict[Var, int] = {}
 
-        def named(atom: Atom) -> Hashable:
-            if is_var(atom):
-                return atom.aval, numbers.setdefault(atom, len(numbers))
-            return atom.aval, None if loose else same_as(atom)
-
-        def names(atoms: Sequence[Atom]) -> Hashable:
-            return tuple(map(named, atoms))
+        def names(atoms: Sequence[Atom], loose: bool = False) -> Hashable:
+            return tuple(
+                (v.aval, numbers.setdefault(v, len(numbers)))
+                if is_var(v)
+                else (v.aval if loose else same_as(v))
+                for v in atoms
+            )
 
         inputs = names((*jaxpr.constvars, *jaxpr.invars))
         eqns = [
-            (self.key(e, loose and opens(e)), names(e.invars), names(e.outvars)) for e in jaxpr.eqns
+            (self.key(e, loose and opens(e)), names(e.invars, loose), names(e.outvars))
+            for e in jaxpr.eqns
         ]
         return inputs, tuple(eqns), names(jaxpr.outvars)
 

@@ -20,11 +20,13 @@ from jax.typing import DTypeLike
 
 from zerojax._kernel.pieces import common_path
 from zerojax._kernel.places import LeafPlan, Placement, axes_size, entry_over
+from zerojax._kernel.travel import Codec, Exact
 
 LARGEST_PACKED = 2**18  # bytes of a parameter
 MANY = 64  # parameters outside of loops: fewer travel one by one
 
 Row = tuple[int, ...]  # the positions of parameters that are side by side
+Codecs = tuple[Codec, Codec]  # in which a weight is gathered, and its gradient reduced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,13 +134,18 @@ pieces.defvjp(_pieces_fwd, _pieces_bwd)
 
 
 def bundled(
-    rows: Iterable[Row], layers: bool, params: Sequence[LeafPlan], mesh: Mesh
+    rows: Iterable[Row],
+    layers: bool,
+    params: Sequence[LeafPlan],
+    codecs: Sequence[Codecs],
+    mesh: Mesh,
 ) -> list[Bundle]:
     """Returns bundles of parameters; each of `rows` has one parameter of each layer."""
     groups: dict[Hashable, list[Row]] = defaultdict(list)
     packs = mesh.devices.flat[0].platform == "cpu"
     for row in rows:
-        groups[(packs and _packable(params[row[0]])) or row].append(row)
+        at = row[0]
+        groups[(packs and _packable(params[at], codecs[at])) or row].append(row)
 
     def bundle(columns: list[Row]) -> Bundle:
         leaves = [params[column[0]] for column in columns]
@@ -148,10 +155,11 @@ def bundled(
     return list(map(bundle, groups.values()))
 
 
-def _packable(leaf: LeafPlan) -> Hashable | None:
+def _packable(leaf: LeafPlan, codecs: Codecs) -> Hashable | None:
     """Returns a key that parameters share which may be side by side; None for one that may not."""
     places = leaf.rest, leaf.near, leaf.grad, leaf.update
     is_plain = not (leaf.rest.padding or leaf.rest.others(len(leaf.shape)) or leaf.is_on_host)
+    is_plain = is_plain and all(isinstance(one, Exact) for one in codecs)  # others need matrices
     if leaf.nbytes > LARGEST_PACKED or leaf.rest.axes != leaf.update.axes or not is_plain:
         return None
-    return leaf.dtype, leaf.frozen, tuple(place and place.axes for place in places)
+    return leaf.dtype, leaf.frozen, codecs, tuple(place and place.axes for place in places)

@@ -24,7 +24,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
 from zerojax._features.alike import one_for_all, same_as
-from zerojax._features.bundles import MANY, Bundle, bundled
+from zerojax._features.bundles import MANY, Bundle, Codecs, bundled
 from zerojax._features.runs import LEAST, Place, Repeats, Stretch, made_by
 from zerojax._kernel.jaxprs import Atom, Var, is_var, reads, type_of, unclosed
 from zerojax._kernel.pieces import unique
@@ -87,6 +87,11 @@ class Rolled:
         return [each[at] for at in range(len(self.params))]
 
     @property
+    def named_after(self) -> list[str]:
+        """Of each bundle, the path of a parameter that travels as all of it do."""
+        return [self.params[bundle.rows[0][0]].path for bundle in self.bundles]
+
+    @property
     def are_whole(self) -> list[bool]:
         """Whether the gradients of each bundle are all that its parameters have."""
         rows = [row for bundle in self.bundles for row in bundle.rows]
@@ -98,12 +103,15 @@ def unrolled(loss: Jaxpr, params: Sequence[LeafPlan]) -> Rolled:
     return Rolled(loss, (), (), range(len(params)), params)
 
 
-def roll(loss: Jaxpr, params: Sequence[LeafPlan], mesh: Mesh, when: bool | str) -> Rolled:
+def roll(
+    loss: Jaxpr, params: Sequence[LeafPlan], codecs: Sequence[Codecs], mesh: Mesh, when: bool | str
+) -> Rolled:
     """Returns the loss, whose first inputs are parameters with these plans, with rolled layers.
 
-    Call it where JAX traces the code of one device. `when` is the option `roll=`.
+    Call it where JAX traces the code of one device. Each parameter travels in its `codecs`; `when`
+    is the option `roll=`.
     """
-    search = Repeats(loss, params)
+    search = Repeats(loss, params, codecs)
     loops, told, stacked = [], [], set()
     for run in search.runs(0, len(search.eqns)) if when else ():
         loop = _Scanned(search, run)
@@ -151,13 +159,13 @@ class _Rolling:
         self.search, self.loops = search, loops
         self.bundles: dict[Var, Bundle] = {}
         for loop in loops:
-            for bundle in bundled(loop.stacks, True, search.leaves, mesh):
+            for bundle in bundled(loop.stacks, True, search.leaves, search.codecs, mesh):
                 loop.bundles.append(self.brought_in(bundle))
         looped = {at for loop in loops for row in loop.stacks for at in row}
         params = enumerate(search.leaves)
         rows = [(at,) for at, leaf in params if at not in looped and not leaf.stacked]
-        packs = [b for b in bundled(rows, False, search.leaves, mesh) if len(b.leaves) >= MANY]
-        self.packs = list(map(self.brought_in, packs))
+        packs = bundled(rows, False, search.leaves, search.codecs, mesh)
+        self.packs = [self.brought_in(pack) for pack in packs if len(pack.leaves) >= MANY]
 
     def brought_in(self, bundle: Bundle) -> tuple[Var, Bundle]:
         at = bundle.rows[0][0]

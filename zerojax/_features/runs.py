@@ -11,6 +11,7 @@ from jax.extend.core import DropVar, Jaxpr, JaxprEqn
 
 from zerojax import _compat
 from zerojax._features.alike import Keys
+from zerojax._features.bundles import Codecs
 from zerojax._kernel.jaxprs import Atom, Inliner, Var, is_var, reads, type_of
 from zerojax._kernel.places import LeafPlan
 
@@ -52,10 +53,11 @@ OUTSIDE = Operand()
 
 
 class Repeats:
-    """The equations of a loss, whose first inputs are parameters with these plans."""
+    """The equations of a loss, whose first inputs are parameters with these plans, which travel in
+    these codecs."""
 
-    def __init__(self, loss: Jaxpr, leaves: Sequence[LeafPlan]) -> None:
-        self.loss, self.leaves = loss, leaves
+    def __init__(self, loss: Jaxpr, leaves: Sequence[LeafPlan], codecs: Sequence[Codecs]) -> None:
+        self.loss, self.leaves, self.codecs = loss, leaves, codecs
         self.params = {v: at for at, v in enumerate(loss.invars[: len(leaves)])}
         self.inliner = Inliner()
         flat = self.inliner.flat_of(loss.eqns, self.params)
@@ -65,6 +67,7 @@ class Repeats:
         self.last_read = {v: i for i, eqn in enumerate(self.eqns) for v in reads(eqn)}
         self.last_read |= {v: len(self.eqns) for v in self.outvars if is_var(v)}
         self.numbers = Keys()
+        # The positions of the parameters that a value comes from, if it comes from them only.
         self.sources = {v: frozenset([at]) for v, at in self.params.items()}
 
     @functools.cached_property
@@ -75,23 +78,19 @@ class Repeats:
     @functools.cached_property
     def weights(self) -> dict[Var, int]:
         """What comes from weights only, each with a number that alike ones share."""
-        number, params = self.numbers.number, self.params.items()
-        weights = {v: number(_stackable(self.leaves[at]) or v) for v, at in params}
+        number = self.numbers.number
+        weights = {
+            v: number(_stackable(self.leaves[at], self.codecs[at]) or v)
+            for v, at in self.params.items()
+        }
         for i, eqn in enumerate(self.eqns):
             read = reads(eqn)
             if read and weights.keys() >= {*read} and not _compat.has_side_effects(eqn):
                 sources = tuple(weights[v] for v in read)
                 weights |= {v: number((self.keys[i], k, sources)) for k, v in made_by(eqn)}
+                params = frozenset().union(*(self.sources[v] for v in read))
+                self.sources |= {v: params for _, v in made_by(eqn)}
         return weights
-
-    def params_of(self, v: Var) -> frozenset[int]:
-        """Returns the positions of the parameters that a value comes from, if from them only."""
-        if v not in self.weights:
-            return frozenset()
-        if v not in self.sources:
-            eqn = self.eqns[self.made[v][0]]
-            self.sources[v] = frozenset().union(*map(self.params_of, reads(eqn)))
-        return self.sources[v]
 
     def reads_weights(self, eqn: JaxprEqn) -> bool:
         return not self.weights.keys().isdisjoint(reads(eqn))
@@ -162,6 +161,8 @@ class Repeats:
         latest = [self.latest(run, k) for k in range(run.count)]
         first, count = 0, 0
         for a in range(run.count - 1):
+            if run.count - a <= count:
+                break
             if not _begins(operands[a], operands[a + 1]):
                 continue
             b, start = a + 1, run.layer(a).start
@@ -177,7 +178,8 @@ class Repeats:
         read in each of their turns."""
         layers = [self.eqns[run.layer(k)] for k in range(run.count)]
         read = [{v for eqn in eqns for v in reads(eqn)} for eqns in layers]
-        times = Counter(at for vs in read for at in set().union(*map(self.params_of, vs)))
+        sources = [[self.sources[v] for v in vs if v in self.sources] for vs in read]
+        times = Counter(at for each in sources for at in set().union(*each))
         return {*times.values()} <= {1, run.count}
 
     def operands(self, run: Stretch, layer: int) -> list[Operand]:
@@ -222,8 +224,8 @@ def made_by(eqn: JaxprEqn) -> Iterator[tuple[int, Var]]:
     return ((k, v) for k, v in enumerate(eqn.outvars) if not isinstance(v, DropVar))
 
 
-def _stackable(leaf: LeafPlan) -> Hashable | None:
+def _stackable(leaf: LeafPlan, codecs: Codecs) -> Hashable | None:
     """Returns a key that leaves share which one stack may hold; None for one that none may."""
     if leaf.is_on_host:
         return None
-    return dataclasses.replace(leaf, path="", reason=None, stays=None)
+    return dataclasses.replace(leaf, path="", reason=None, stays=None), codecs

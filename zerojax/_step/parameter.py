@@ -19,7 +19,19 @@ from zerojax._kernel.travel import Codec, Held, Route, Updating
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._types import PyTree
-from zerojax._wire.codecs import codec_of, sum_codec_of
+from zerojax._wire.codecs import codec_of, sum_codec_of, way_of
+
+
+def codecs_of(leaf: LeafPlan, precision: Precision, plan: Plan) -> tuple[Codec, Codec]:
+    """Returns the codecs in which a weight is gathered, and its gradient reduced."""
+    summed = sum_codec_of(leaf, precision.reduce, plan.mesh, plan.batch_axes)
+    return codec_of(leaf, precision.gather, plan.mesh), summed
+
+
+def as_of(path: str, precision: Precision) -> Precision:
+    """Returns the precision with the rules for this path, for parameters at any path."""
+    gather, reduce = (way_of(path, ways) for ways in (precision.gather, precision.reduce))
+    return dataclasses.replace(precision, gather=gather, reduce=reduce)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from zerojax._features import activations as _activations, rows as _rows
 from zerojax._features.host_state import are_found
 from zerojax._features.in_backward import InBackward, InLoop, LayerUpdate, NoGradientError
 from zerojax._features.layered import layered
-from zerojax._features.rolled import Rolled, roll, unrolled
+from zerojax._features.rolled import roll, unrolled
 from zerojax._kernel.body import How
 from zerojax._kernel.device import DeviceStep, exact_share, wide
 from zerojax._kernel.jaxprs import type_of
@@ -26,7 +26,7 @@ from zerojax._kernel.places import axes_size
 from zerojax._loss import batch as _batch, fields as _fields, mean as _mean
 from zerojax._loss.trace import TracedLoss, as_one_device
 from zerojax._plan.plan import Plan
-from zerojax._step.parameter import StepParam
+from zerojax._step.parameter import StepParam, as_of, codecs_of
 from zerojax._step.step_options import LossOptions, how_on, precision_of
 from zerojax._types import PyTree
 
@@ -46,26 +46,28 @@ class Program(DeviceStep[StepParam]):
         self.plan, self.options, self.traced, self.per_example = plan, options, traced, per_example
         self.microbatches = _batch.Microbatches(roles, options.accumulate)
         self.precision = precision_of(plan, options.precision)
-        self.rolled = unrolled(traced.jaxpr, plan.params)
+        loss, self.counter, self.hoisted = traced.jaxpr, None, []
+        # Before layers are rolled up: that leaves no call of a mean, and puts some into loops.
+        if options.accumulate > 1:
+            loss, self.counter, self.hoisted = _mean.hoist_counts(loss, len(plan.params))
+        self.rolled = unrolled(loss, plan.params)
         if axes_size(plan.mesh, plan.groups.params) > 1:
-            self.rolled = as_one_device(self.rolled_up, plan.mesh, plan.batch_axes)
+            ways = [codecs_of(leaf, self.precision, plan) for leaf in plan.params]
+            up = functools.partial(roll, loss, plan.params, ways, plan.mesh, options.roll)
+            self.rolled = as_one_device(up, plan.mesh, plan.batch_axes)
         elif options.roll is True:
             self.rolled.told.append("roll=True rolls up nothing: no parameter is sharded (stage 3)")
         loss, leaves = self.rolled.jaxpr, self.rolled.leaves
-        self.counter, self.hoisted = None, []
-        if options.accumulate > 1:
-            loss, self.counter, self.hoisted = _mean.hoist_counts(loss, len(leaves))
         axes, self.constants = plan.batch_axes, ()
         if options.is_layered:
             inputs = len(leaves), self.microbatches, plan.mesh, axes
             loss, self.constants = layered(loss, *inputs)
-        accumulates, loops = options.rounds > 1, bool(options.activations)
-        copied = len(self.rolled.bundles)
+        rules = [(as_of(path, self.precision), True) for path in self.rolled.named_after]
+        rules += [(self.precision, False)] * len(self.rolled.own)
+        common = {"accumulates": options.rounds > 1, "loops": bool(options.activations)}
         params = [
-            StepParam.of(
-                leaf, plan, self.precision, accumulates=accumulates, loops=loops, copied=at < copied
-            )
-            for at, leaf in enumerate(leaves)
+            StepParam.of(leaf, plan, precision, copied=copied, **common)
+            for leaf, (precision, copied) in zip(leaves, rules, strict=True)
         ]
         how = How(regather=False, prefetch=0)  # until it is known what backward updates
         super().__init__(loss, params, plan.mesh, axes, how, _rows.attach)
@@ -92,9 +94,6 @@ class Program(DeviceStep[StepParam]):
         self.reached: set[str] = set()  # paths of parameters that backward has updated
         whole = enumerate(self.rolled.are_whole)
         self.normed = [k for k, is_whole in whole if is_whole and self.params[k].is_varied]
-
-    def rolled_up(self) -> Rolled:
-        return roll(self.traced.jaxpr, self.plan.params, self.plan.mesh, self.options.roll)
 
     def update_in(self, backward: InBackward) -> None:
         """Has backward update the parameters that it can."""
@@ -152,7 +151,6 @@ class Program(DeviceStep[StepParam]):
         update only reads.
         """
         args = self.microbatches.prepared(args, self.plan.batch_axes, self.precision.compute)
-        closed_over = [*closed_over, *self.rolled.constants]
         values = self.brought_near(self.rolled.joined(values, self.travel_dtypes))
         counts = self.counts(args, closed_over)
         # The exact part of the mean's factor scales the loss, the remaining one the sums.
@@ -242,7 +240,7 @@ class Program(DeviceStep[StepParam]):
         """Returns the loss and the aux of one microbatch. With order="layers" it returns the sum of
         the losses of all, and their aux, stacked. `loss_input` made the weights among the inputs.
         """
-        inputs = [*inputs, *self.hoisted, *counts, *self.constants]
+        inputs = [*inputs, *self.hoisted, *counts, *self.rolled.constants, *self.constants]
         loss, *aux = map(jnp.asarray, self.run(inputs))  # a constant comes out as a Python number
         loss = jnp.sum(loss.astype(self.loss_dtype))
         return loss, jax.tree.structure(self.traced.aux).unflatten(aux)
@@ -252,7 +250,7 @@ class Program(DeviceStep[StepParam]):
         counter = self.counter
         if counter is None:
             return []
-        unread = [jnp.zeros(())] * len(self.params)  # a count depends on no weight
+        unread = [jnp.zeros(())] * len(self.plan.params)  # a count depends on no weight
 
         def count(loss_args: list[Array]) -> tuple[list[Array], None]:
             inputs = [*unread, *loss_args, *closed_over, *self.hoisted]

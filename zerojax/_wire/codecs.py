@@ -237,9 +237,14 @@ def float_dtype(value: Any) -> np.dtype | None:
     return dtype if jnp.issubdtype(dtype, jnp.floating) else None
 
 
+def way_of(path: str, ways: Ways) -> Way:
+    """Returns the way of a parameter: the first one whose pattern its path has."""
+    return next((way for pattern, way in rules_of(ways) if re.search(pattern, path)), None)
+
+
 def codec_of(leaf: LeafPlan, ways: Ways, mesh: Mesh) -> Quantized | Exact:
     """Returns the codec of a leaf's shards, an exact one for vectors and where no block divides."""
-    way = next((way for pattern, way in rules_of(ways) if re.search(pattern, leaf.path)), None)
+    way = way_of(leaf.path, ways)
     if not isinstance(way, Quantized):
         return Exact(way)
     is_matrix = len(leaf.shape) - leaf.stacked >= 2

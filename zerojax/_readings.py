@@ -1,0 +1,131 @@
+"""What zerojax reads of JAX's jaxprs, each reading tried on a program of a line or two.
+
+Before its first step on a JAX that it does not know, zerojax tries all of them, which takes a tenth
+of a second, and names what has moved: it would fail in the middle of a trace otherwise, or not at
+all.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend.core import JaxprEqn
+
+from zerojax import _compat
+
+SEEN = ("0.10", "0.11", "0.12")  # versions of JAX of which every reading has been seen to hold
+X = np.ones(2, np.float32)
+
+
+def _eqns(function: Callable, *args: object) -> list[JaxprEqn]:
+    return jax.make_jaxpr(function)(*args).jaxpr.eqns
+
+
+def _names(eqn: JaxprEqn) -> list[str]:
+    return [inner.primitive.name for inner in _compat.inner_jaxpr(eqn)[0].eqns]
+
+
+def _calls() -> bool:
+    (eqn,) = _eqns(jax.jit(lambda x: jnp.sin(x) * 2), X)
+    return eqn.primitive.name in _compat.CALLS and _names(eqn) == ["sin", "mul"]
+
+
+def _checkpoints() -> bool:
+    (eqn,) = _eqns(jax.checkpoint(lambda x: jnp.sin(x) * 2), X)
+    is_one = eqn.primitive.name in _compat.REMAT and _names(eqn) == ["sin", "mul"]
+    return is_one and {"policy", "prevent_cse"} <= eqn.params.keys()
+
+
+def _scans() -> bool:
+    def loop(w: Array, carry: Array, xs: Array) -> object:
+        return lax.scan(lambda c, x: ((c[0] * w + x, c[1] + 1), x * 2), (carry, 0), xs)
+
+    (eqn,) = _eqns(loop, X, X, np.ones((3, 2), np.float32))
+    has_options = {"length", "reverse", "unroll"} <= eqn.params.keys()
+    return _compat.scan_counts(eqn.params) == (1, 2) and has_options
+
+
+def _unread() -> bool:
+    def loop(xs: Array) -> Array:
+        total, squares = lax.scan(lambda c, x: (c + x, x * x), jnp.float32(0), xs)
+        jnp.sin(squares)
+        return total
+
+    (scan,) = _compat.without_unread(jax.make_jaxpr(loop)(X).jaxpr).eqns
+    return _names(scan) == ["add"]
+
+
+def _scopes() -> bool:
+    def scoped(x: Array) -> Array:
+        with jax.named_scope("outside"):
+            return jax.jit(lambda x: jax.named_scope("inside")(jnp.sin)(x))(x)
+
+    (call,) = _eqns(scoped, X)
+    jaxpr, _ = _compat.inner_jaxpr(call)
+    (eqn,) = [_compat.renamed(each, lambda v: v, call) for each in jaxpr.eqns]
+    (bound,) = _eqns(lambda x: _compat.bind(eqn, [x]), X)
+    return _compat.scope_of(eqn) == _compat.scope_of(bound) == "outside/inside"
+
+
+def _effects() -> bool:
+    sums = jax.make_jaxpr(lambda x: lax.psum(x, "i"), axis_env=[("i", 2)])(1.0).jaxpr.eqns
+    (prints,) = _eqns(lambda x: jax.debug.print("{}", x), X)
+    return not any(map(_compat.has_side_effects, sums)) and _compat.has_side_effects(prints)
+
+
+def _rules() -> bool:
+    same = jax.custom_vjp(lambda x: x * 1)
+    same.defvjp(lambda x: (same(x), None), lambda _, grad: (grad * 2,))
+    (eqn,) = _eqns(same, X)
+    (forward, _), (backward, _) = _compat.derivatives(eqn)
+    return len(forward.outvars) == 1 and [e.primitive.name for e in backward.eqns] == ["mul"]
+
+
+def _contexts() -> bool:
+    (eqn,) = _eqns(jnp.sin, X)
+    return type(_compat.context_on(eqn, lambda mesh: mesh)) is type(eqn.ctx)
+
+
+def _residuals() -> bool:
+    def inside(x: Array, w: Array) -> Array:
+        _, vjp = jax.vjp(lambda x, w: jnp.tanh(x * w), x, w)
+        kept = {id(leaf) for leaf in jax.tree.leaves(vjp)}
+        return x if {id(x), id(w)} <= kept else jnp.zeros(3)
+
+    return jax.eval_shape(inside, X, X).shape == X.shape
+
+
+READINGS: dict[str, Callable[[], bool]] = {
+    "what jitted functions run": _calls,
+    "what a jax.checkpoint runs": _checkpoints,
+    "what a scan carries": _scans,
+    "what nobody reads in a scan": _unread,
+    "the name scopes of equations": _scopes,
+    "the effects of equations": _effects,
+    "the rules of a custom_vjp": _rules,
+    "the mesh that an equation is for": _contexts,
+    "what a vjp keeps": _residuals,
+}
+
+
+@functools.cache
+def check() -> None:
+    """Raises where JAX is a version that zerojax does not know, and a reading does not hold."""
+    if jax.__version__.startswith(tuple(f"{version}." for version in SEEN)):
+        return
+    if moved := [name for name, holds in READINGS.items() if not _holds(holds)]:
+        raise RuntimeError(
+            f"zerojax reads JAX's programs, and JAX {jax.__version__} writes them otherwise: "
+            f"{', '.join(moved)}. Take a newer zerojax, or JAX {SEEN[-1]}: pip install "
+            f"'jax=={SEEN[-1]}.*'."
+        )
+
+
+def _holds(reading: Callable[[], bool]) -> bool:
+    try:
+        return reading()
+    except Exception:  # whatever JAX raises where it has moved
+        return False
