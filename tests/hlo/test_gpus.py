@@ -90,6 +90,24 @@ def test_the_link_to_the_host_is_that_of_its_memory_where_that_is_less(name, lin
     assert {gpus: rates.to_host(gpus) / 1e9 for gpus in links} == pytest.approx(links, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "links"),
+    [
+        ("RTX5090", {2: 35, 4: 35, 8: 30.7}),  # measured: 35 and 28, NVIDIA/nccl#1639
+        ("RTX4090", {2: 17.5, 8: 17.5}),
+        ("L40S", {2: 24.9, 8: 24.9}),
+    ],
+)
+def test_geforces_send_through_the_memory_of_their_host(name, links):
+    """GB/s of a collective inside a host, and as many between hosts as their cards allow."""
+    rates = zerojax.tools.rates_of(name)
+    found = {gpus: rates.bandwidth(gpus, gpus) / 1e9 for gpus in links}
+    assert found == pytest.approx(links, rel=0.01)
+    assert rates.bandwidth(16, 8) == min(rates.bandwidth(8, 8), 8 * rates.network)
+    with_peers = zerojax.tools.rates_of(name, link=50e9)
+    assert with_peers.bandwidth(8, 8) == 50e9
+
+
 def test_a_target_config_has_what_xla_has_of_a_v100():
     """As in XLA's own `v100.txtpb`. From the A100 on, CUDA keeps 1 KiB of a block's memory."""
     text = GPUS["V100-16GB"].target_config()

@@ -1,7 +1,7 @@
 """The XLA options that a step needs on GPUs, of those that the installed XLA knows.
 
 Gains, modelled: 14.8 s in place of 22.2 for a step of 10^12 parameters, 369 ms in place of 1250 for
-7.5B at stage 2 on 8 H100s, 59 in place of 68 for 124M on 8 RTX 5090s. Costs 115 lines of code.
+7.5B at stage 2 on 8 H100s, 61 in place of 75 for 124M on 8 RTX 5090s. Costs 115 lines of code.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ COLLECTIVE_KERNELS = "xla_gpu_experimental_use_collective_kernels"
 MERGE_MATMULS = "xla_gpu_dot_merger_threshold_mb"
 # By itself, XLA's scheduler hides communication under compute only on GPUs whose speeds it knows:
 # those of data centers from Hopper on. An RTX 5090 is as new as a B200, but of another capability:
-# 59 ms instead of 68 for a step of 124M parameters on 8 of them.
+# 61 ms instead of 75 for a step of 124M parameters on 8 of them.
 HIDE_LATENCY = "xla_gpu_enable_latency_hiding_scheduler"
 KNOWN_SPEEDS = (9, 10)  # the first numbers of compute capabilities
 

@@ -452,7 +452,7 @@ class Search:
         inside, between = sent(way, weights, grads, parameters)
         # A ring through all hosts leaves each of them by all of its network cards.
         between *= 1 / self.local if self.devices > self.local else 0
-        wires = max(inside / self.rates.link, between / self.rates.network)
+        wires = max(inside / self.rates.between(self.local), between / self.rates.network)
         crossings, on_host = {PARAMS: 1 + 2 * way.rounds}, plan.host_bytes_per_device()
         copied = sum(crossings.get(kind, 1) * nbytes for kind, nbytes in on_host.items())
         compute = first.compute_seconds * (1 if way.is_exact else 1 + CODING)

@@ -6,12 +6,19 @@
 import dataclasses
 import math
 import re
+from typing import Any
 
 # The shares of the data sheet's figures that well-tuned programs reach, measured on H100s: 600 of
 # 989 TFLOP/s in bf16 matmuls, 2.7 of 3.35 TB/s of memory, 350 of 450 GB/s over NVLink. Published
 # steps agree: docs/calibration.md.
 REACHED_FLOPS, REACHED_MEMORY, REACHED_LINK = 600 / 989, 2.7 / 3.352, 350 / 450
 REACHED_HOST = 50 / 64
+# NVIDIA's driver lets no GeForce read another's memory, and NCCL copies through the host's:
+# all-reduces of four RTX 5090s ran at 35 of PCIe's 64 GB/s, of eight at 28 (NVIDIA/nccl#1639: two
+# Xeons 8480+ with 16 modules, whose memory bounds eight to 31 here; 8 RTX 4090s were about as fast
+# as 8 RTX 5090s). With a patched driver, four RTX 4090s reached 26 of 32
+# (tinygrad/open-gpu-kernel-modules#36).
+REACHED_THROUGH_HOST = 35 / 64
 REACHED_FLOPS_A100 = 0.67  # fitted to published steps: docs/calibration.md
 # cuDNN's causal attention, forward and backward, as published for H100s: docs/calibration.md.
 REACHED_ATTENTION = 0.5
@@ -63,6 +70,7 @@ class Rates:
     host: float = 50e9  # between a GPU and its host's memory, in each direction at once
     host_latency: float = 10e-6
     host_memory: float = math.inf  # of a host, reading and writing together, for all of its GPUs
+    through_host: bool = False  # GPUs of a host send through its memory, which serves them all
     attention: float = math.inf  # FLOP/s of cuDNN's attention; never more than `flops`
     flops8: float = 0.0  # of float8 matmuls; never less than `flops`
     tf32: float = math.inf  # of float32 matmuls by default; never more than `flops`
@@ -84,7 +92,12 @@ class Rates:
     def bandwidth(self, group: int, on_host: int, kind: str = "all-gather") -> float:
         """Returns the bytes/s of a collective over `group` devices, `on_host` of them per host."""
         share = network_share(kind, group, on_host)
-        return min(self.link, self.network / share) if share else self.link
+        link = self.between(min(group, on_host))
+        return min(link, self.network / share) if share else link
+
+    def between(self, gpus: int) -> float:
+        """Returns the bytes/s of the link between the GPUs of a host, where `gpus` use it."""
+        return min(self.link, self.to_host(gpus)) if self.through_host else self.link
 
     def seconds(self, kind: str, wire: float, group: int, on_host: int) -> float:
         """Returns the time of a collective in which each device sends `wire` bytes."""
@@ -168,6 +181,11 @@ class Gpu:
         return 2 * self.cores * PER_CORE[self.capability][2] * self.clock_ghz * 1e9
 
     @property
+    def through_host(self) -> bool:
+        """Whether GPUs of a host cannot read each other's memory."""
+        return "GeForce" in self.device_kind
+
+    @property
     def usable(self) -> int:
         return int(self.memory * USABLE_MEMORY)
 
@@ -177,10 +195,11 @@ class Gpu:
         return self.given_rates or Rates(
             self.flops * self.reached_flops,
             self.memory_rate * REACHED_MEMORY,
-            self.link * REACHED_LINK,
+            self.link * (REACHED_THROUGH_HOST if self.through_host else REACHED_LINK),
             self.network,
             host=min(self.host * REACHED_HOST, self.own_memory * REACHED_HOST_MEMORY / 2),
             host_memory=self.host_memory * REACHED_HOST_MEMORY,
+            through_host=self.through_host,
             attention=self.flops * REACHED_ATTENTION,
             flops8=self.flops8 * self.reached_flops,
             tf32=self.tf32 * self.reached_flops,
@@ -254,6 +273,8 @@ _DGX_B200 = 900e9, _cards(3200, 8), PCIE_5, _ddr(2 * 8, 4.4e9)
 _DGX_B300 = 900e9, _cards(6400, 8), PCIE_5, _ddr(2 * 8, 5.2e9)
 # Eight GPUs in PCIe slots, without NVLink.
 _SLOTS_3, _SLOTS_4, _SLOTS_5 = ((pcie, _cards(100, 8), pcie) for pcie in (PCIE_3, PCIE_4, PCIE_5))
+# GeForces: as others in slots, with the memory of the hosts in NVIDIA/nccl#1639.
+_GEFORCE_4, _GEFORCE_5 = ((*slots, _ddr(2 * 8, 4.8e9)) for slots in (_SLOTS_4, _SLOTS_5))
 _G6E = PCIE_4, _cards(400, 8), PCIE_4
 # Superchips; the two GPUs of a GB share a CPU.
 _GH200_NVL32 = 450e9, _cards(400, 1), C2C, math.inf, GRACE_MEMORY
@@ -280,8 +301,8 @@ _KNOWN = (
     Gpu("L4", "NVIDIA L4", 23_659_151_360, 0.3e12, 121e12, (8, 9), 58, 2.04, 48 * MB, *_SLOTS_4),
     Gpu("L40S", "NVIDIA L40S", 47_576_711_168, 0.864e12, 362e12, (8, 9), 142, 2.52, 96 * MB, *_G6E),
     Gpu("A10G", "NVIDIA A10G", 22_587 * MB, 0.6e12, 70e12, (8, 6), 80, 1.71, 6 * MB, *_SLOTS_4),
-    Gpu("RTX4090", _4090, 25_250_627_584, 1.008e12, 165.2e12, *_RTX4090, *_SLOTS_4),
-    Gpu("RTX5090", _5090, 33_680_457_728, 1.792e12, 209.5e12, *_RTX5090, *_SLOTS_5),
+    Gpu("RTX4090", _4090, 25_250_627_584, 1.008e12, 165.2e12, *_RTX4090, *_GEFORCE_4),
+    Gpu("RTX5090", _5090, 33_680_457_728, 1.792e12, 209.5e12, *_RTX5090, *_GEFORCE_5),
     Gpu("V100-16GB", _V100_16, 16_935_682_048, 0.9e12, 125e12, *_V100, *_DGX_1),
     Gpu("V100-32GB", _V100_32, 34_089_730_048, 0.9e12, 125e12, *_V100, *_DGX_2),
     Gpu("A100-40GB", _A100_40, 42_298_834_944, 1.555e12, 312e12, *_A100, *_DGX_A100),
@@ -326,7 +347,8 @@ def rates_of(gpu: str, **others: float) -> Rates:
     """Returns the rates of a known GPU, some of them replaced by `others`.
 
     With `host=`, each GPU has that rate whatever its host's memory allows, unless you pass
-    `host_memory=` too.
+    `host_memory=` too. With `link=`, the GPUs of a host have that rate between them: GeForces with
+    a driver that lets them read each other's memory, say.
 
     Example:
         >>> rates = zerojax.tools.rates_of("H100", network=12.5e9)  # bytes/s; the others stay
@@ -339,7 +361,8 @@ def rates_of(gpu: str, **others: float) -> Rates:
                 f"rates_of({gpu!r}, {name}={rate:g}): rates are in bytes/s, or in FLOP/s. Pass "
                 f"{name}={rate:g}e9 for {rate:g} GB/s."
             )
-    free = {"host_memory": math.inf} if "host" in others else {}
+    free: dict[str, Any] = {"host_memory": math.inf} if "host" in others else {}
+    free |= {"through_host": False} if "link" in others else {}
     return dataclasses.replace(named(gpu).rates, **free | others)
 
 
