@@ -90,6 +90,41 @@ def test_torchrun_keeps_its_port_to_itself(monkeypatch):
     assert [options.pop("coordinator_address") for options in joined] == ["a:29500", "a:29501"]
     rest = {"num_processes": 16, "process_id": 9, "local_device_ids": [1]}
     assert joined[0] == joined[1] == rest | {"heartbeat_timeout_seconds": 100}
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "2,3")  # of `zerojax launch`, which JAX reads
+    zerojax.initialize()
+    assert "local_device_ids" in joined[-1] and joined[-1]["local_device_ids"] is None
+
+
+def test_the_variables_of_jax_join_too(monkeypatch):
+    joined = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **options: joined.append(options))
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "16")
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "a:1")
+    with pytest.raises(
+        ValueError, match=r"JAX_NUM_PROCESSES=16 is set, but JAX_PROCESS_ID is not\."
+    ):
+        zerojax.initialize()
+    monkeypatch.setenv("JAX_PROCESS_ID", "9")
+    zerojax.initialize()
+    numbers = {"num_processes": 16, "process_id": 9, "heartbeat_timeout_seconds": 100}
+    assert joined == [numbers], "JAX reads the address"
+
+
+def test_options_of_mtls_reach_jax_or_are_refused(monkeypatch):
+    """A JAX without them would send in the open."""
+    joined = []
+
+    def knows(*, coordinator_address=None, heartbeat_timeout_seconds=0, mtls_cert_file=None):
+        joined.append(mtls_cert_file)
+
+    monkeypatch.setattr(jax.distributed, "initialize", knows)
+    zerojax.initialize("a:1", mtls_cert_file="cert.pem")
+    assert joined == ["cert.pem"]
+    with pytest.raises(ValueError, match=r"has no mtls_key_file\. Leave out mtls_key_file=, or"):
+        zerojax.initialize("a:1", mtls_key_file="key.pem")
+    monkeypatch.setenv("JAX_MTLS_CA_FILE", "ca.pem")
+    with pytest.raises(ValueError, match="Leave out the variable JAX_MTLS_CA_FILE, or install a J"):
+        zerojax.initialize("a:1")
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"])

@@ -22,7 +22,13 @@ from zerojax._warn import warn
 FAILED = "zerojax/failed"  # the key under which a process that raised tells the others
 _AGAIN: dict[str, Any] = {}  # arguments with which a process joins a later run
 NO_LOSS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")  # errors of XLA that no lost process causes
-NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+NUMBERS_OF_PROCESSES = (
+    "WORLD_SIZE",
+    "JAX_NUM_PROCESSES",
+    "SLURM_STEP_NUM_TASKS",
+    "OMPI_COMM_WORLD_SIZE",
+)
+OF_MTLS = "JAX_MTLS_"  # how the variables begin by which JAX encrypts
 GRACE = 5.0  # seconds after which C code ends a process whose threads do not run
 
 
@@ -34,14 +40,17 @@ def initialize(
     local_device_ids: int | Sequence[int] | None = None,
     heartbeat_timeout_seconds: int = 100,
     elastic: bool = False,
+    **options: Any,
 ) -> int:
     """Joins the processes of one run; call it first, and in each of them.
 
     Without arguments it reads Slurm, Open MPI and Kubernetes like `jax.distributed`, and the
     variables `MASTER_ADDR`, `MASTER_PORT` (a free one on the host of process 0), `WORLD_SIZE` and
-    `RANK`; with a `LOCAL_WORLD_SIZE` above 1, a process takes only the device `LOCAL_RANK`. So you
-    can start a run by hand or with `torchrun --no-python`, whose next port it takes. If none of
-    these is set, there is one process with all its devices, and the message says so.
+    `RANK`; with a `LOCAL_WORLD_SIZE` above 1, a process takes only the device `LOCAL_RANK`, or
+    those of `JAX_LOCAL_DEVICE_IDS`. So you can start a run with `zerojax launch`, by hand, or with
+    `torchrun --no-python`, whose next port it takes. It reads `JAX_COORDINATOR_ADDRESS`,
+    `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` too. If none of these is set, there is one process with
+    all its devices, and the message says so.
 
     An uncaught exception ends its process at once, and the others within seconds.
 
@@ -50,6 +59,8 @@ def initialize(
             `jax.distributed.initialize`.
         heartbeat_timeout_seconds: how long after one process dies the others end too.
         elastic: the others continue without it, if `zerojax.run.elastic` runs the training.
+        options: others of `jax.distributed.initialize`, such as `mtls_cert_file`, `mtls_key_file`
+            and `mtls_ca_file`.
 
     Returns:
         The number of processes.
@@ -62,17 +73,17 @@ def initialize(
     if jax.distributed.is_initialized():  # by the program itself
         _end_together()
         return jax.process_count()
+    _check_known(options)
     if elastic:
         jax.config.update("jax_enable_recoverability", True)
-    timeout: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat_timeout_seconds}
-    _AGAIN.update(timeout, local_device_ids=local_device_ids)
+    options |= {"heartbeat_timeout_seconds": heartbeat_timeout_seconds}
+    _AGAIN.update(options, local_device_ids=local_device_ids)
     named = {"coordinator_address": coordinator_address, "num_processes": num_processes}
     named |= {"process_id": process_id, "local_device_ids": local_device_ids}
     run: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    if not run and "WORLD_SIZE" in os.environ:
-        run = _from_environment(os.environ)
+    run = run or _from_environment(os.environ)
     try:
-        jax.distributed.initialize(**run, **timeout)
+        jax.distributed.initialize(**run, **options)
     except ValueError as error:
         if run or _compat.NO_CLUSTER not in str(error):
             raise
@@ -306,16 +317,44 @@ class Watchdog:
         os._exit(1)
 
 
-def _from_environment(env: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the arguments of `jax.distributed.initialize` from the variables of torchrun."""
-    shared = int(env.get("LOCAL_WORLD_SIZE", 1)) > 1
-    needed = ["MASTER_ADDR", "MASTER_PORT", "RANK", *(["LOCAL_RANK"] if shared else [])]
-    missing = [name for name in needed if name not in env]
-    if missing:
+def _check_known(options: Mapping[str, Any]) -> None:
+    """Raises for options that JAX does not have, so that nobody takes a run for encrypted."""
+    names = [name for name in os.environ if name.startswith(OF_MTLS)]
+    asked = {name: f"{name}=" for name in options}
+    asked |= {name.removeprefix("JAX_").lower(): f"the variable {name}" for name in names}
+    for name in sorted(asked.keys() - _compat.distributed_options()):
         raise ValueError(
-            f"WORLD_SIZE={env['WORLD_SIZE']} is set, but {missing[0]} is not. Set MASTER_ADDR, "
-            "MASTER_PORT, WORLD_SIZE and RANK in each process, or pass the arguments."
+            f"zerojax.initialize: jax.distributed.initialize of JAX {jax.__version__} has no "
+            f"{name}. Leave out {asked[name]}, or install a JAX that has it."
         )
+
+
+def _from_environment(env: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the arguments of `jax.distributed.initialize` from the variables of torchrun, or from
+    those that JAX has names for."""
+    if "WORLD_SIZE" in env:
+        return _of_torchrun(env)
+    if "JAX_NUM_PROCESSES" in env:
+        _check_set(env, "JAX_NUM_PROCESSES", ["JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID"])
+        return {  # JAX itself reads the address
+            "num_processes": int(env["JAX_NUM_PROCESSES"]),
+            "process_id": int(env["JAX_PROCESS_ID"]),
+        }
+    return {}
+
+
+def _check_set(env: Mapping[str, str], count: str, needed: Sequence[str]) -> None:
+    if missing := [name for name in needed if name not in env]:
+        raise ValueError(
+            f"{count}={env[count]} is set, but {missing[0]} is not. Set {', '.join(needed)} and "
+            f"{count} in each process, or pass the arguments."
+        )
+
+
+def _of_torchrun(env: Mapping[str, str]) -> dict[str, Any]:
+    shared = int(env.get("LOCAL_WORLD_SIZE", 1)) > 1 and "JAX_LOCAL_DEVICE_IDS" not in env
+    needed = ["MASTER_ADDR", "MASTER_PORT", "RANK", *(["LOCAL_RANK"] if shared else [])]
+    _check_set(env, "WORLD_SIZE", needed)
     # torchrun sets this if its own store listens on the port.
     port = int(env["MASTER_PORT"]) + (env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     return {
