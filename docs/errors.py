@@ -35,6 +35,7 @@ PAGES = {
     "aot": ("GPUs", "gpus.md#which-gpus-are-known"),
     "nnx": ("Flax nnx", "models.md"),
     "tools/_cli": ("The command line", "gpus.md#gpus-that-you-do-not-have"),
+    "tools/_launch": ("Starting processes", "hosts.md#zerojax-launch"),
     "tools/_flags": ("The command line", "gpus.md#gpus-that-you-do-not-have"),
 }
 SENTENCE = re.compile(r"(?<=[a-z0-9)\]'\"›])\. (?=[A-Z`])")

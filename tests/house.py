@@ -29,7 +29,7 @@ RANKS = (
     "_loss",
     "_features",
     "_step run",
-    "_checkpoint tools._audit aot manual",
+    "_checkpoint tools._audit tools._doctor tools._launch aot manual",
     "tools._verify tools._forecast checkpoint nnx",
     "tools._flags tools._meter",
     "tools._cli",

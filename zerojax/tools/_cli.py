@@ -1,4 +1,4 @@
-"""The command line: zerojax forecast | study | audit | table.
+"""The command line: zerojax forecast | study | audit | table | launch | doctor.
 
 It exits with 0 where all is well, with 1 where something does not fit or breaks its contract, and
 with 2 on bad input.
@@ -27,6 +27,7 @@ from zerojax._plan.precision import Precision
 from zerojax._run import programs as _programs
 from zerojax._table import Table, fitted, paragraphs
 from zerojax._types import PyTree
+from zerojax.tools import _doctor, _launch
 from zerojax.tools._audit.report import Report, check_limits
 from zerojax.tools._flags import parser
 from zerojax.tools._forecast import cache as _cache, network as _network, presets as _presets
@@ -53,7 +54,8 @@ Outcome: TypeAlias = tuple[Any, object, str, bool]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    runs = {"forecast": forecast, "study": study, "audit": audit, "table": table}
+    runs = {"forecast": forecast, "study": study, "audit": audit, "launch": launch}
+    runs |= {"doctor": doctor, "table": table}
     with fitted():
         return _run(parser(runs).parse_args(argv))
 
@@ -179,6 +181,30 @@ def table(arguments: argparse.Namespace) -> Outcome:
     formats = dict.fromkeys(header[2:], "{:,.2f}".format)
     result = Table(header, rows, formats=formats, right=header[:1], keys=2)
     return result, result.to_dict()["rows"], str(result), True
+
+
+def launch(arguments: argparse.Namespace) -> Outcome:
+    """Ends this process with the exit code of those that it starts."""
+    named = {name: getattr(arguments, name) for name in ("nodes", "node", "address", "port")}
+    hosts = _launch.hosts(named, os.environ)
+    devices, cpu = arguments.devices, arguments.cpu
+    gpus = None if cpu else _launch.gpus_here(os.environ)
+    count = _launch.processes_here(arguments.processes, devices, gpus, cpu)
+    if not arguments.is_module and not os.path.isfile(arguments.program):
+        raise ValueError(f"{arguments.program} is no file here. Pass -m before it to run a module.")
+    program = ["-m"] * arguments.is_module + [arguments.program, *arguments.arguments]
+    environments = _launch.environments(os.environ, hosts, count, devices, cpu)
+    what = f"{devices} {'emulated CPU device' if cpu else 'GPU'}{'s' * (devices > 1)}"
+    place = f"{hosts.address}:{hosts.port}"
+    print(f"zerojax: {count} processes of {what} each meet at {place}", file=sys.stderr, flush=True)
+    command = [sys.executable, *program]
+    sys.exit(_launch.launch(command, environments, arguments.logs, arguments.grace))
+
+
+def doctor(_: argparse.Namespace) -> Outcome:
+    result = _doctor.examined(jax.local_devices(), os.environ)
+    text = str(result) if result.rows else result.title[0]
+    return result, result.to_dict(), text, not result.rows
 
 
 def state_bytes(params: float, devices: int, stage: int, widths: Sequence[float]) -> float:

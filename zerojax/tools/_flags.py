@@ -13,12 +13,13 @@ import zerojax
 from zerojax import aot
 from zerojax._table import Table
 from zerojax.tools._audit.report import TRAFFIC_EXPLAINED
+from zerojax.tools._doctor import DOCTOR_EXPLAINED
 from zerojax.tools._forecast.case import CASE_COLUMNS, STAGE
 from zerojax.tools._forecast.forecast import STAGES, WorkOptions
 from zerojax.tools._forecast.presets import PRESETS
 from zerojax.tools._forecast.study import STUDY_COLUMNS
 
-SUMMARY = "ZeRO for JAX: forecast, study, audit, table. Tables fit the terminal, or COLUMNS."
+SUMMARY = "ZeRO for JAX: forecast, study, audit, table; launch, doctor. Tables fit the terminal."
 OWN_MODEL = "module:function or file.py:function"
 TABLE_EXPLAINED = {
     "parameters": "The parameters of the model, in billions.",
@@ -163,6 +164,29 @@ COMMANDS: dict[str, tuple[str, Mapping[str, str], dict[str, dict[str, Any]]]] = 
             "--plot": _plot,
         },
     ),
+    "launch": (
+        "starts a program as one process for each GPU of this host, and ends all together",
+        {},
+        {
+            "-n": {"help": "processes of this host", "dest": "processes", "metavar": "N", **_whole},
+            "--devices": {"help": "of each process: 1", "default": 1, **_whole},
+            "--cpu": {"help": "rehearse on emulated devices", "action": "store_true"},
+            "--nodes": {"help": "hosts of the run, each with as many processes", **_whole},
+            "--node": {"help": "the number of this host, from 0", "type": int},
+            "--address": {"help": "host 0, as the others reach it"},
+            "--port": {"help": "of process 0", "type": int},
+            "--logs": {"help": "a file for each process in this folder", "metavar": "FOLDER"},
+            "--grace": {"help": "seconds to end in when one fails: 5", "default": 5.0, **_rate},
+            "-m": {"help": "run a module", "dest": "is_module", "action": "store_true"},
+            "program": {"help": "train.py, or with -m a module"},
+            "arguments": {"help": "of the program", "nargs": argparse.REMAINDER},
+        },
+    ),
+    "doctor": (
+        "lists what is known to hang or slow runs on this machine, and the remedies",
+        DOCTOR_EXPLAINED,
+        {},
+    ),
     "table": (
         "prints the ZeRO paper's memory table, or yours",
         TABLE_EXPLAINED,
@@ -189,6 +213,10 @@ def parser(runs: Mapping[str, Callable[[argparse.Namespace], Any]]) -> argparse.
         about, columns, flags = COMMANDS[name]
         command = commands.add_parser(name, help=about, description=about, **style)
         command.set_defaults(run=run, hint=f"The columns: {command.prog} --explain")
+        for flag, keywords in flags.items():
+            command.add_argument(flag, **keywords)
+        if not columns:
+            continue
         header = "column", "what it says"
         explained = Table(header, list(columns.items()), flexible=header[1:])
         without = f"Nothing was run. For the table itself: {command.prog} without --explain."
@@ -201,6 +229,4 @@ def parser(runs: Mapping[str, Callable[[argparse.Namespace], Any]]) -> argparse.
         command.add_argument("--json", action="store_true", help="print JSON")
         if "--gpus" in flags:
             command.epilog = f"Needs no GPU, but a compiler for GPUs:\n\n{aot.install_command()}"
-        for flag, keywords in flags.items():
-            command.add_argument(flag, **keywords)
     return parser

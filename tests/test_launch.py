@@ -1,0 +1,166 @@
+"""`zerojax launch`: what the processes are told, and how they end together."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.processes import ROOT, environment
+
+TOLD = """
+import json, os, sys
+names = "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE JAX_PLATFORMS"
+names += " JAX_NUM_CPU_DEVICES JAX_LOCAL_DEVICE_IDS JAX_CUDA_VISIBLE_DEVICES"
+print(*(os.environ.get(name, "-") for name in names.split()), *sys.argv[1:])
+print("half a line", end="", file=sys.stderr)
+"""
+ENDS = """
+import os, sys, time
+rank = int(os.environ["RANK"])
+how = sys.argv[1] if rank == 1 else "waits"
+print("started", flush=True)
+if how == "raises":
+    time.sleep(0.5)
+    raise ValueError("it has seen enough")
+if how == "is killed":
+    os.kill(os.getpid(), 9)
+time.sleep(60)
+"""
+SAVES = """
+import os, signal, sys, time
+
+def end(*_):
+    time.sleep(int(os.environ["RANK"]))
+    print("saved", flush=True)
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, end)
+print("started", flush=True)
+time.sleep(60)
+"""
+SLURM = {
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NODELIST": "gpu[07-08,11]",
+    "SLURM_JOB_ID": "4097",
+}
+NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "h0", "MASTER_PORT": "1234"}
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """Starts `zerojax launch` on a program, in a directory of its own."""
+
+    def launched(code, *flags, arguments=(), **env):
+        (tmp_path / "program.py").write_text(code)
+        command = [sys.executable, "-m", "zerojax", "launch", *flags, *arguments]
+        common = {name: value for name, value in environment().items() if name != "JAX_PLATFORMS"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        env = {**common, "CUDA_VISIBLE_DEVICES": "4,5,6,7", **env}
+        return subprocess.Popen(command, cwd=tmp_path, env=env, **pipes)
+
+    return launched
+
+
+def ended(process, code):
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == code, out + err
+    return out, err
+
+
+def test_processes_of_a_host_get_devices_numbers_and_a_log_each(launched, tmp_path):
+    flags = ("-n", "2", "--devices", "2", "--logs", "logs", "program.py", "--lr", "a  b")
+    out, err = ended(launched(TOLD, *flags), 0)
+    port = re.search(r"zerojax: 2 processes of 2 GPUs each meet at 127.0.0.1:(\d+)\n", err)[1]
+    line = f"127.0.0.1 {port} 2 {{0}} {{0}} 2 - - {{1}} {{1}} --lr a  b\n"
+    said = [line.format(0, "0,1"), line.format(1, "2,3")]
+    assert sorted(out.splitlines(True)) == [f"[{n}] {text}" for n, text in enumerate(said)]
+    assert "[0] half a line\n" in err and "[1] half a line\n" in err
+    logs = [(tmp_path / "logs" / f"{n}.log").read_text() for n in range(2)]
+    assert [sorted(log.splitlines(True)) for log in logs] == [[s, "half a line\n"] for s in said]
+
+
+def test_a_module_on_cpus_of_the_second_host(launched):
+    """Host 1 of two, where the flags say less than srun or another launcher."""
+    flags = ("-n", "1", "--cpu", "--devices", "4", "--port", "9", "-m", "program", "-n", "3")
+    out, _ = ended(launched(TOLD, *flags, **NODES), 0)
+    assert out == "[1] h0 9 2 1 0 1 cpu 4 - - -n 3\n"
+    out, _ = ended(launched(TOLD, *flags[:5], "program.py", **SLURM), 0)
+    assert out == "[2] gpu07 61441 3 2 0 1 cpu 4 - -\n", "the port is that of the job"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "says"),
+    [
+        ("raises", 1, r"status 1\. It wrote:\nTraceback [^[]*\nValueError: it has seen enough\n"),
+        ("is killed", 137, r"SIGKILL \(the kernel .* memory runs out\)\. It wrote no error\.\n"),
+    ],
+)
+def test_a_process_that_fails_ends_the_others_and_speaks_last(launched, how, code, says):
+    started = time.monotonic()
+    _, err = ended(launched(ENDS, "-n", "4", "--grace", "50", "program.py", how), code)
+    assert re.search(rf"\n\nzerojax: process 1 failed first, with {says}\Z", err), err
+    assert time.monotonic() - started < 20, "the others sleep for 60 s"
+
+
+def test_those_that_do_not_end_by_themselves_are_killed(launched):
+    code = ENDS.replace("import os", "import signal, os")
+    code = code.replace("print(", "signal.signal(15, lambda *_: print('no'))\nprint(", 1)
+    out, _ = ended(launched(code, "-n", "2", "--grace", "0.5", "program.py", "raises"), 1)
+    assert "[0] no\n" in out
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_signals_are_passed_on(launched, name):
+    process = launched(ENDS, "-n", "2", "program.py", "waits")
+    for _ in range(2):
+        assert process.stdout.readline().endswith("started\n")
+    process.send_signal(number := getattr(signal, name))
+    _, err = ended(process, 128 + number)
+    assert ("KeyboardInterrupt" in err) == (name == "SIGINT") and "failed first" not in err
+
+
+def test_processes_that_save_on_sigterm_have_the_time_for_it(launched):
+    """`Checkpoints` ends with 143, in one process after another."""
+    process = launched(SAVES, "-n", "2", "--grace", "0.1", "program.py")
+    for _ in range(2):
+        assert process.stdout.readline().endswith("started\n")
+    process.send_signal(signal.SIGTERM)
+    assert ended(process, 143)[0] == "[0] saved\n[1] saved\n"
+
+
+REFUSED = {
+    "no GPU": (["p.py"], {"CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible here: pass -n 2.*--cpu"),
+    "how many": (["--cpu", "p.py"], {}, r"CPUs have any number of devices: pass -n 2, say\."),
+    "too many": (["-n", "3", "--devices", "2", "p.py"], {}, "3 .* 2 GPUs each: 4 are .* -n 2, or"),
+    "no file": (["missing.py"], {}, r"missing\.py is no file here\. Pass -m before it"),
+    "which host": (["--nodes", "2", "p.py"], {}, "--nodes 2: pass --node too, the number of this"),
+    "where": (["--nodes", "2", "--node", "0", "p.py"], {}, "pass --address too, host 0"),
+    "host 2": (["--node", "2", "p.py"], NODES, r"--node 2: 2 hosts are numbered 0 to 1\."),
+    "srun": (["p.py"], SLURM | {"SLURM_STEP_NUM_TASKS": "24"}, "24 launchers on 3 .*per-node=1"),
+}
+
+
+@pytest.mark.parametrize(("flags", "env", "says"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_start_is_refused(run, module, monkeypatch, flags, env, says):
+    module("p", "")
+    for name, value in {"CUDA_VISIBLE_DEVICES": "4,5,6,7", **env}.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = run("launch", *flags)
+    assert code == 2 and re.search(says, err), err
+
+
+@pytest.mark.ci
+def test_eight_processes_train_and_one_of_them_is_killed(launched, tmp_path):
+    """The numbers of each, and what JAX knows of them: tests/run has the rest."""
+    worker = ("-m", "tests.worker", "--directory", str(tmp_path / "c"), "--devices", "1")
+    env = {"PYTHONPATH": str(ROOT), "XLA_FLAGS": os.environ["XLA_FLAGS"]}
+    process = launched("", "-n", "8", "--cpu", *worker, "--dim", "32", "--kill-at", "3", **env)
+    out, err = ended(process, 137)
+    assert "[0] zerojax: 8 processes, 8 devices\n" in out and "[0] step 3 on 8 loss" in out
+    assert "zerojax: process 7 failed first, with SIGKILL" in err.rpartition("\n\n")[2]

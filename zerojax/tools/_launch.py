@@ -1,0 +1,286 @@
+"""Starts the processes of a run on this host, and ends them together: zerojax launch.
+
+Each process gets the variables of torchrun, which `zerojax.initialize` reads, and GPUs of its own,
+as JAX names them: the numbers count those that CUDA_VISIBLE_DEVICES leaves. Other libraries in a
+process see all GPUs, and can copy from one to another.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import glob
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any, TextIO
+
+PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+AFTER_SIGTERM = (0, 128 + signal.SIGTERM, -signal.SIGTERM)  # `Checkpoints` saves, and ends with 143
+PORT = 29500  # torchrun's, on which all hosts agree
+LINES_KEPT, SHOWN = 500, 20  # lines of standard error; of these without a traceback
+END_OF_LINE = re.compile(rb"\r\n|\n|\r")  # progress bars end theirs with \r
+TRACEBACK = "Traceback (most recent call last):"
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """How many hosts a run has, which of them this is, and where process 0 listens."""
+
+    count: int
+    me: int
+    address: str
+    port: int
+
+
+def hosts(named: Mapping[str, Any], env: Mapping[str, str]) -> Hosts:
+    """Returns the hosts that flags name, or srun, or else the variables of other launchers."""
+    told = _of_srun(env) if "SLURM_STEP_NUM_NODES" in env else _of_others(env)
+    asked = {name: value for name, value in named.items() if value is not None}
+    count = int((told | asked).get("nodes", 1))
+    alone = {"node": 0, "address": "127.0.0.1"}  # whatever a shell still has of another run
+    told = (told if count > 1 else alone) | asked
+    for name, remedy in (("node", "the number of this host, from 0"), ("address", "host 0")):
+        if told.get(name) is None:
+            raise ValueError(f"--nodes {count}: pass --{name} too, {remedy}.")
+    if not 0 <= int(told["node"]) < count:
+        raise ValueError(f"--node {told['node']}: {count} hosts are numbered 0 to {count - 1}.")
+    port = int(told.get("port") or (PORT if count > 1 else _free_port()))
+    return Hosts(count, int(told["node"]), told["address"], port)
+
+
+def _of_srun(env: Mapping[str, str]) -> dict[str, Any]:
+    count, tasks = int(env["SLURM_STEP_NUM_NODES"]), int(env.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks > count:
+        raise ValueError(
+            f"srun started {tasks} launchers on {count} hosts. Pass srun --ntasks-per-node=1: "
+            "zerojax launch starts the processes of a host."
+        )
+    if count == 1:
+        return {}
+    # node[07-09,12] begins with node07. JAX chooses ports by the job in the same way.
+    first = re.match(r"([^,\[]+)(?:\[(\d+))?", env["SLURM_STEP_NODELIST"])
+    assert first is not None, "Slurm names the hosts"
+    port = 61440 + int(env["SLURM_JOB_ID"]) % 4096
+    name = first[1] + (first[2] or "")
+    return {"nodes": count, "node": env["SLURM_NODEID"], "address": name, "port": port}
+
+
+def _of_others(env: Mapping[str, str]) -> dict[str, Any]:
+    names = {"nodes": "NNODES", "node": "NODE_RANK", "address": "MASTER_ADDR"}
+    names["port"] = "MASTER_PORT"
+    return {flag: env[name] for flag, name in names.items() if name in env}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def gpus_here(env: Mapping[str, str]) -> int | None:
+    """Returns how many GPUs of this host are visible; None if nothing says so."""
+    if (visible := env.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len(list(filter(str.strip, visible.split(","))))
+    return len(glob.glob("/proc/driver/nvidia/gpus/*")) or None
+
+
+def processes_here(asked: int | None, devices: int, gpus: int | None, cpu: bool) -> int:
+    """Returns how many processes to start, by default as many as the GPUs are enough for."""
+    if asked is None and (cpu or not gpus):
+        where = "CPUs have any number of devices" if cpu else "no GPU is visible here"
+        raise ValueError(
+            f"{where}: pass -n 2, say{'' if cpu else ', and --cpu to rehearse without GPUs'}."
+        )
+    count = asked or (gpus or 0) // devices
+    if not cpu and gpus is not None and not 0 < count * devices <= gpus:
+        raise ValueError(
+            f"{count} processes with {devices} GPUs each: {gpus} are visible here. Pass "
+            f"-n {max(1, gpus // devices)}, or --cpu to rehearse without GPUs."
+        )
+    return count
+
+
+def environments(
+    env: Mapping[str, str], run: Hosts, count: int, devices: int, cpu: bool
+) -> list[dict[str, str]]:
+    """Returns the variables of each process on this host."""
+    common = {"MASTER_ADDR": run.address, "MASTER_PORT": run.port, "PYTHONUNBUFFERED": 1}
+    common |= {"WORLD_SIZE": run.count * count, "LOCAL_WORLD_SIZE": count}
+    if cpu:
+        common |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": devices}
+    own_variables = []
+    for local in range(count):
+        own: dict[str, Any] = {"RANK": run.me * count + local, "LOCAL_RANK": local}
+        if not cpu:
+            mine = ",".join(map(str, range(local * devices, (local + 1) * devices)))
+            names = "JAX_LOCAL_DEVICE_IDS", "JAX_CUDA_VISIBLE_DEVICES", "JAX_ROCM_VISIBLE_DEVICES"
+            own |= dict.fromkeys(names, mine)
+        own_variables.append({name: str(value) for name, value in {**common, **own}.items()})
+    return [{**env, **own} for own in own_variables]
+
+
+class _Stream:
+    """One of a process's streams: each line goes on with a prefix, and to its log as it is."""
+
+    def __init__(self, pipe: IO[bytes], out: TextIO, prefix: str, log: TextIO | None) -> None:
+        self.pipe, self.out, self.prefix, self.log = pipe, out, prefix, log
+        self.kept: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
+        self.rest = b""
+
+    def read(self) -> bool:
+        """Passes on what is there; returns whether more may come."""
+        data = os.read(self.pipe.fileno(), 2**16)
+        *lines, self.rest = END_OF_LINE.split(self.rest + data)
+        if not data and self.rest:
+            lines, self.rest = [*lines, self.rest], b""
+        texts = [line.decode(errors="replace") for line in lines]
+        self.kept.extend(texts)
+        self.out.writelines(f"{self.prefix}{text}\n" for text in texts)
+        self.out.flush()
+        if self.log is not None:
+            self.log.writelines(f"{text}\n" for text in texts)
+            self.log.flush()
+        return bool(data)
+
+
+class _Process:
+    """A process of the run and its two streams."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str], log: TextIO | None) -> None:
+        self.rank = int(env["RANK"])
+        # In a session of its own, ^C in the terminal reaches it once: from here.
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
+        self.popen = subprocess.Popen(command, env=env, **pipes)
+        prefix = f"[{self.rank:>{len(str(int(env['WORLD_SIZE']) - 1))}}] "
+        assert self.popen.stdout is not None and self.popen.stderr is not None, "they are pipes"
+        self.output = _Stream(self.popen.stdout, sys.stdout, prefix, log)
+        self.errors = _Stream(self.popen.stderr, sys.stderr, prefix, log)
+
+    @property
+    def status(self) -> int | None:
+        return self.popen.poll()
+
+    def send(self, number: int) -> None:
+        if self.status is None:
+            self.popen.send_signal(number)
+
+    def kill(self) -> None:
+        """Kills it with the processes that it has started, such as workers that load data."""
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
+
+    def ending(self) -> str:
+        """Returns how it ended, and its traceback or the last lines of its standard error."""
+        status, lines = self.popen.wait(), list(self.errors.kept)
+        how = f"status {status}" if status > 0 else signal.Signals(-status).name
+        why = " (the kernel sends it when memory runs out)" if how == "SIGKILL" else ""
+        begins = [n for n, line in enumerate(lines) if line.startswith(TRACEBACK)]
+        said = "\n".join(lines[begins[-1] :] if begins else lines[-SHOWN:]).strip("\n")
+        wrote = f"It wrote:\n{said}" if said else "It wrote no error."
+        return f"process {self.rank} failed first, with {how}{why}. {wrote}"
+
+
+class Team:
+    """The processes of a run on this host, which end together."""
+
+    def __init__(self, grace: float) -> None:
+        self.processes: list[_Process] = []
+        self.grace = grace
+        self.told: list[int] = []  # the signals that were passed on
+        self.failed: _Process | None = None
+        self.kills_at = float("inf")
+
+    def pass_on(self, number: int, _: object = None) -> None:
+        """Passes a signal on. A second ^C kills."""
+        for process in self.processes:
+            if number == signal.SIGINT and number in self.told:
+                process.kill()
+            else:
+                process.send(number)
+        self.told.append(number)
+
+    def watch(self) -> None:
+        """Returns when all have ended. If one fails, the others have `grace` seconds to end."""
+        with selectors.DefaultSelector() as selector:
+            for process in self.processes:
+                for stream in (process.output, process.errors):
+                    selector.register(stream.pipe, selectors.EVENT_READ, stream)
+            while True:
+                over = all(process.status is not None for process in self.processes)
+                ready = selector.select(0.1) if selector.get_map() else []
+                for key, _ in ready:
+                    if not key.data.read():
+                        selector.unregister(key.fileobj)
+                # What it has started may go on, and keep its pipes open.
+                if over and not ready:
+                    return
+                if not selector.get_map():
+                    time.sleep(0.05)
+                self._end_together()
+
+    def _end_together(self) -> None:
+        if self.failed is None:
+            self.failed = next(filter(self._has_failed, self.processes), None)
+            if self.failed is not None:
+                self.kills_at = time.monotonic() + self.grace
+                for process in self.processes:
+                    process.send(signal.SIGTERM)
+        if time.monotonic() > self.kills_at:
+            for process in self.processes:
+                process.kill()
+
+    def _has_failed(self, process: _Process) -> bool:
+        fine = AFTER_SIGTERM if signal.SIGTERM in self.told else (0,)
+        return process.status not in (None, *fine)
+
+    def code(self) -> int:
+        """Returns the exit code of all, and says which process failed first."""
+        if signal.SIGINT in self.told:
+            return 128 + signal.SIGINT
+        if self.failed is None:
+            is_told = any(process.popen.wait() for process in self.processes)
+            return 128 + signal.SIGTERM if is_told else 0
+        print(f"\nzerojax: {self.failed.ending()}", file=sys.stderr, flush=True)
+        status = self.failed.popen.wait()
+        return status if status > 0 else 128 - status
+
+
+@contextlib.contextmanager
+def _handling(team: Team) -> Iterator[None]:
+    numbers = [getattr(signal, name) for name in PASSED_ON]
+    before = {number: signal.signal(number, team.pass_on) for number in numbers}
+    before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # it must end the others
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for process in team.processes:
+            process.kill()
+
+
+def launch(
+    command: Sequence[str], environments: Sequence[dict[str, str]], logs: str | None, grace: float
+) -> int:
+    """Runs the processes of this host; returns the exit code of all."""
+    with contextlib.ExitStack() as files:
+        opened: list[TextIO | None] = [None] * len(environments)
+        if logs is not None:
+            os.makedirs(logs, exist_ok=True)
+            paths = [os.path.join(logs, f"{env['RANK']}.log") for env in environments]
+            opened = [files.enter_context(open(path, "w")) for path in paths]
+        team = Team(grace)
+        with _handling(team):
+            for env, log in zip(environments, opened, strict=True):
+                if not team.told:  # a signal reaches those that have started
+                    team.processes.append(_Process(command, env, log))
+            team.watch()
+            return team.code()
