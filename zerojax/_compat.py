@@ -407,6 +407,9 @@ def stored(value: Array) -> Array:
     return value if is_on_host(value) else jax.device_put(value, HOST)
 
 
+# Whether a jitted function raises for a deleted array. Before, XLA crashes on several devices.
+REFUSES_DELETED = jax.__version_info__ >= (0, 12)
+
 # -- error messages: what JAX and XLA say where
 
 OTHER_DEVICES = "incompatible devices"  # arrays are on other devices than the program

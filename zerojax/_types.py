@@ -31,6 +31,11 @@ class TreeDef(Protocol):
     def unflatten(self, leaves: Iterable[PyTree], /) -> PyTree: ...
 
 
+def kinds_of(tree: PyTree) -> set[type]:
+    """Returns the classes of a tree's leaves: few, where a step asks at each call."""
+    return set(map(type, jax.tree.leaves(tree)))
+
+
 def is_key(value: object) -> bool:
     """Whether a value is a PRNG key, or an array of them; old-style keys are integers."""
     return jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)

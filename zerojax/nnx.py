@@ -36,6 +36,7 @@ from zerojax._plan import move as _move, planner as _planner
 from zerojax._plan.plan_options import PlanOptions
 from zerojax._state import carried as _carried, nnx_state as _nnx_state, refusals as _refusals
 from zerojax._state.nnx_state import State as State, state as state, update as update
+from zerojax._state.nnx_structure import Structure
 from zerojax._state.state import state_of
 from zerojax._step import step as _step
 from zerojax._step.step_options import LossOptions, StepOptions
@@ -145,6 +146,7 @@ class ModelStep:
 
     def __init__(self, functional: Callable[..., PyTree]) -> None:
         self.functional = functional
+        self.structure = Structure()
 
     def __repr__(self) -> str:
         return repr(self.functional)
@@ -153,7 +155,7 @@ class ModelStep:
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, rng: PyTree = None
     ) -> tuple:
         _nnx_state.check_arguments(model, batch, rng)
-        placed = state(model, optimizer)
+        placed = self.structure.state(model, optimizer)
         plan = _carried.carried_plan(placed)
         if plan is None:
             raise ValueError(
@@ -196,7 +198,7 @@ class ModelStep:
         metrics = step(*args)
         if isinstance(metrics, tuple):  # of a training step
             new, metrics = metrics
-            update(model, optimizer, new)
+            self.structure.update(model, optimizer, new)
         aux = metrics.pop("aux", {})
         _nnx_state.advance(rng, aux.pop("drawn", []))
         return metrics | aux

@@ -33,8 +33,7 @@ ELSEWHERE = {  # remedies for an argument on other devices
 def explained(args: tuple, named: dict[str, PyTree], plan: Plan | None) -> Iterator[None]:
     """Raises an error that names a step's wrong argument, in place of the error it led to."""
     try:
-        # Checked before the call: JAX 0.10 crashes when it gets a deleted array.
-        if any(map(_refusals.is_gone, jax.tree.leaves((args, named)))):
+        if not _compat.REFUSES_DELETED and _refusals.has_gone((args, named)):
             raise ValueError("an argument has an array that was deleted")
         yield
     except Exception as error:

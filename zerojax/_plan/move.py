@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._types import Device, PyTree, is_key
+from zerojax._types import Device, PyTree, is_key, kinds_of
 
 
 def own(tree: PyTree, devices: Iterable[Device]) -> PyTree:
@@ -19,8 +19,8 @@ def own(tree: PyTree, devices: Iterable[Device]) -> PyTree:
 
     They may be changed afterwards, by a loader that fills the same buffer again.
     """
-    kinds = set(map(type, jax.tree.leaves(tree)))  # few, where a step looks at each call
-    if next(iter(devices)).platform != "cpu" or not any(issubclass(k, np.ndarray) for k in kinds):
+    has_numpy = any(issubclass(kind, np.ndarray) for kind in kinds_of(tree))
+    if next(iter(devices)).platform != "cpu" or not has_numpy:
         return tree
     return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
 

@@ -79,8 +79,12 @@ class State(TrainState):
 
 def state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
     """Returns the arrays of a model and its optimizer as one state, for `zerojax.save`."""
-    graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.Param, ...)
-    trained, frozen, others = map(nnx.as_pure, parts)
+    return nnx.as_pure(with_variables(model, optimizer))
+
+
+def with_variables(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
+    """Returns that state with the variables themselves in place of their arrays."""
+    graphdef, trained, frozen, others = nnx.split(model, optimizer.wrt, nnx.Param, ...)
     params, tx = trained, optimizer.tx
     if frozen:
         params = nnx.merge_state(trained, frozen)
@@ -89,7 +93,7 @@ def state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
         tx = updating_only(paths, getattr(tx, "original", tx))
         tx = tx if plan is None else _carried.PlannedTransformation(tx, plan)
     fields: dict[str, PyTree] = {"apply_fn": None, "params": params, "tx": tx}
-    fields |= {"opt_state": nnx.as_pure(optimizer.opt_state), "step": optimizer.step.get_value()}
+    fields |= {"opt_state": optimizer.opt_state, "step": optimizer.step}
     return State(variables={"values": others, "graphdef": graphdef}, **fields)
 
 

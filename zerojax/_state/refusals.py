@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from zerojax._state import state as _state
 from zerojax._state.state import Leaf
-from zerojax._types import PyTree
+from zerojax._types import PyTree, kinds_of
 
 T = TypeVar("T")
 # Names of the random key of a loss: key, rngs, dropout_key.
@@ -121,6 +121,14 @@ def check_state_function(state_or_fn: PyTree, remedy: str = MAKER) -> None:
 def is_gone(value: object) -> bool:
     """Whether an array was donated or deleted."""
     return isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted()
+
+
+def has_gone(tree: PyTree) -> bool:
+    """Whether any array of a tree was donated or deleted."""
+    leaves = jax.tree.leaves(tree)
+    # Python takes longer to say what each leaf is than JAX to say whether it is deleted.
+    arrays = {k for k in kinds_of(leaves) if issubclass(k, jax.Array) and not issubclass(k, Tracer)}
+    return any(leaf.is_deleted() for leaf in leaves if type(leaf) in arrays)
 
 
 def check_alive(tree: PyTree, name: str = "state") -> None:

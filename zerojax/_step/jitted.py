@@ -27,7 +27,7 @@ from zerojax._progress import working
 from zerojax._run import agreement as _agreement
 from zerojax._step.compiled import CompiledStep, loaded, short
 from zerojax._step.step_options import Recipe
-from zerojax._types import PyTree
+from zerojax._types import PyTree, kinds_of
 
 Jitted: TypeAlias = Any  # the result of `jax.jit`; JAX declares only half of its methods
 
@@ -129,7 +129,7 @@ class Step:
         # Looking for tracers takes time at each step; on CPUs both functions are one.
         if jitted is self.without_options:
             return jitted
-        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, named)))
+        traced = any(issubclass(kind, Tracer) for kind in kinds_of((args, named)))
         return self.without_options if traced else jitted
 
     def options_for(self, *args: PyTree, **named: PyTree) -> _xla_options.XlaOptions:

@@ -1,0 +1,284 @@
+"""A step splits a nnx model and its optimizer once, and again after the user has changed them."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import zerojax
+import zerojax.nnx
+from tests.conftest import make_mesh
+from tests.nnx_models import make, params_of
+from tests.reference import assert_close, assert_equal_bits
+
+TWO = make_mesh(2)
+X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+
+
+class Chain(nnx.Module):
+    """A model with everything that a user may change between two calls."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
+        self.order = nnx.data([nnx.Param(jnp.full(16, scale, jnp.float32)) for scale in (0.5, 2.0)])
+        self.named = nnx.data({"shift": nnx.Variable(jnp.ones(16))})
+        self.scale, self.deterministic = 1.0, False
+
+    def __call__(self, x):
+        x = jnp.tanh(self.layers[0](x) * self.order[0]) + self.named["shift"]
+        x = x * getattr(self.layers[1].kernel, "gain", 1.0)
+        return self.layers[1](x if self.deterministic else x + 1) * self.order[1] * self.scale
+
+
+class Tied(Chain):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.layers[1].kernel = self.layers[0].kernel
+
+
+def loss(model, x):
+    return jnp.mean((model(x) - 1) ** 2)
+
+
+ADAM = optax.adam(1e-2, eps=1e-4)
+
+
+def placed(of: type = Chain, **options):
+    return zerojax.nnx.shard(*make(of, tx=ADAM, **options), stage=3, mesh=TWO)
+
+
+@pytest.fixture
+def splits(monkeypatch):
+    """The classes of the objects that were split."""
+    seen, split = [], nnx.split
+    monkeypatch.setattr(nnx, "split", lambda m, *f: (seen.append(type(m)), split(m, *f))[1])
+    return seen
+
+
+def trained(step, model, optimizer, calls=2):
+    for _ in range(calls):
+        wanted = loss(model, X)
+        assert float(step(model, optimizer, X)["loss"]) == pytest.approx(float(wanted), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(), dict(of=Tied), dict(wrt=nnx.All(nnx.Param, nnx.PathContains("layers")))]
+)
+def test_an_unchanged_model_is_split_once(options, splits, compiled):
+    model, optimizer = placed(**options)
+    plain, plain_optimizer = make(options.pop("of", Chain), tx=ADAM, **options)
+    del splits[:]
+    step, evaluate = zerojax.nnx.train_step(loss), zerojax.nnx.eval_step(loss)
+    for _ in range(3):
+        trained(step, model, optimizer, 1)
+        wanted = float(loss(model, X))
+        assert float(evaluate(model, optimizer, X)["loss"]) == pytest.approx(wanted, rel=1e-5)
+        grads = nnx.grad(loss, argnums=nnx.DiffState(0, plain_optimizer.wrt))(plain, X)
+        plain_optimizer.update(plain, grads)
+    assert splits == [type(model)] * 2  # once by each step
+    assert compiled.count("jit(step)") == 2
+    assert int(optimizer.step[...]) == 3
+    assert_close(params_of(model), params_of(plain), 2e-5)
+
+
+def change_a_static_attribute(model, optimizer):
+    model.scale = 2.0
+
+
+def switch_to_evaluation(model, optimizer):
+    model.eval()
+
+
+def replace_a_variable(model, optimizer):
+    model.layers[0].kernel = nnx.Param(jnp.eye(16) * 2)
+
+
+def replace_a_layer(model, optimizer):
+    model.layers[1] = nnx.Linear(16, 16, rngs=nnx.Rngs(7))
+
+
+def swap_two_variables(model, optimizer):
+    first, second = model.layers
+    first.kernel, second.kernel = second.kernel, first.kernel
+
+
+def turn_a_list_around(model, optimizer):
+    model.order.reverse()
+
+
+def replace_an_item(model, optimizer):
+    model.named["shift"] = nnx.Variable(jnp.full(16, 3.0))
+
+
+def set_metadata(model, optimizer):
+    model.layers[1].kernel.set_metadata(gain=3.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_a_static_attribute,
+        switch_to_evaluation,
+        replace_a_variable,
+        replace_a_layer,
+        swap_two_variables,
+        turn_a_list_around,
+        replace_an_item,
+        set_metadata,
+    ],
+)
+def test_a_changed_model_is_trained_as_it_is_now(change, splits):
+    model, optimizer = placed()
+    step = zerojax.nnx.train_step(loss)
+    trained(step, model, optimizer)
+    before, old = jax.tree.map(np.asarray, params_of(model)), float(loss(model, X))
+    change(model, optimizer)
+    assert abs(float(loss(model, X)) - old) > 1e-3, "the change changes the loss"
+    del splits[:]
+    changed = jax.tree.map(np.asarray, params_of(model))
+    trained(step, model, optimizer, 3)
+    assert splits == [Chain]
+    for was, now in zip(jax.tree.leaves(changed), jax.tree.leaves(params_of(model)), strict=True):
+        assert (was != now).any(), "all of the model's present parameters learn"
+    assert jax.tree.structure(before) == jax.tree.structure(changed)
+
+
+def test_a_model_that_goes_back_and_forth_compiles_twice(compiled):
+    model, optimizer = placed()
+    step = zerojax.nnx.train_step(loss)
+    for deterministic in (True, False, True, False):
+        model.set_attributes(deterministic=deterministic)
+        trained(step, model, optimizer)
+    assert compiled.count("jit(step)") == 2
+
+
+def tie(model, optimizer):
+    model.layers[1].kernel = model.layers[0].kernel
+
+
+def add_a_variable(model, optimizer):
+    model.head = nnx.Param(jnp.ones(16))
+
+
+def rename_a_variable(model, optimizer):
+    model.named["moved"] = model.named.pop("shift")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (tie, "leaf params/layers/1/kernel is missing from the state"),
+        (add_a_variable, "leaf params/head is not in the plan"),
+        (rename_a_variable, "leaf variables/values/named/shift is missing from the state"),
+    ],
+)
+def test_a_model_that_does_not_match_its_plan_any_more_is_refused(change, message):
+    model, optimizer = placed()
+    step = zerojax.nnx.train_step(lambda model, x: jnp.mean(model.layers[0](x) ** 2))
+    for _ in range(2):
+        step(model, optimizer, X)
+    change(model, optimizer)
+    with pytest.raises(ValueError, match=message):
+        step(model, optimizer, X)
+
+
+def test_new_values_and_new_moments_are_taken():
+    model, optimizer = placed()
+    step = zerojax.nnx.train_step(loss)
+    trained(step, model, optimizer)
+    model.layers[0].kernel[...] = jnp.eye(16)  # another array in the same variable
+    trained(step, model, optimizer, 1)
+    kernel = np.asarray(model.layers[0].kernel[...])
+    fresh = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer.opt_state = fresh.opt_state
+    trained(step, model, optimizer, 1)
+    assert int(fresh.opt_state[0].count[...]) == 1, "the optimizer's present variables are updated"
+    # After one update of Adam, the steps are as long as the learning rate.
+    moved = np.abs(np.asarray(model.layers[0].kernel[...]) - kernel)
+    np.testing.assert_allclose(np.median(moved), 1e-2, rtol=0.02)
+
+
+def test_one_step_trains_several_models(compiled):
+    step, pairs = zerojax.nnx.train_step(loss), [placed(), placed()]
+    for _ in range(2):
+        for pair in pairs:
+            trained(step, *pair, 1)
+    assert_equal_bits(*(params_of(model) for model, _ in pairs))
+    assert [int(optimizer.step[...]) for _, optimizer in pairs] == [2, 2]
+    assert compiled.count("jit(step)") == 1
+
+
+def test_a_call_in_between_takes_no_results(splits):
+    """Another thread may call the same step, on another model."""
+    (model, optimizer), other = placed(), placed()
+    step = zerojax.nnx.train_step(loss)
+    trained(step, model, optimizer)
+    before, run = jax.tree.map(np.asarray, params_of(other[0])), step.functional
+    step.functional = lambda *args: (step.pure(*other, X), run(*args))[1]
+    trained(step, model, optimizer, 2)
+    assert int(optimizer.step[...]) == 4
+    assert_equal_bits(params_of(other[0]), before)
+
+
+def test_a_new_variable_is_padded_like_the_old_one():
+    model, optimizer = make(lambda rngs: nnx.Linear(16, 31, rngs=rngs), tx=ADAM)
+    zerojax.nnx.shard(model, optimizer, stage=3, mesh=make_mesh(3))
+    step = zerojax.nnx.train_step(lambda model, x: jnp.mean((model(x) - 1) ** 2))
+    batch = X[:15]
+    step(model, optimizer, batch)
+    model.kernel, model.bias = nnx.Param(jnp.ones((16, 31))), nnx.Param(jnp.ones(31))
+    for _ in range(3):
+        wanted = float(jnp.mean((model(batch) - 1) ** 2))
+        assert float(step(model, optimizer, batch)["loss"]) == pytest.approx(wanted, rel=1e-5)
+        assert (model.kernel.shape, model.bias.shape) == ((16, 31), (31,))
+    assert model.kernel.get_raw_value().shape == (16, 33)
+
+
+def test_a_step_keeps_no_model_alive():
+    model, optimizer = placed()
+    model.itself = nnx.data([model])
+    step = zerojax.nnx.train_step(loss)
+    trained(step, model, optimizer)
+    left = weakref.ref(model), weakref.ref(model.layers[0])
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in left] == [None, None]
+    assert step.functional is not None
+
+
+def test_objects_that_only_their_class_can_open_are_split_each_time(splits):
+    """A step cannot see a change in them otherwise."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Box:
+        def __init__(self, inside):
+            self.inside = inside
+
+        def tree_flatten(self):
+            return (self.inside,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, inside):
+            return cls(*inside)
+
+    class Boxed(Chain):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.box = nnx.data(Box(nnx.Param(jnp.full(16, 2.0))))
+
+        def __call__(self, x):
+            return super().__call__(x * self.box.inside)
+
+    model, optimizer = placed(Boxed)
+    step = zerojax.nnx.train_step(loss)
+    trained(step, model, optimizer)
+    model.box.inside = nnx.Param(jnp.full(16, 0.3))
+    del splits[:]
+    trained(step, model, optimizer)
+    assert splits == [Boxed] * 2
+    assert not np.allclose(model.box.inside[...], 0.3)
