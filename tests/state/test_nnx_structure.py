@@ -236,10 +236,11 @@ def test_a_call_in_between_takes_no_results():
 
 
 def test_a_new_variable_is_padded_like_the_old_one():
-    model, optimizer = make(lambda rngs: nnx.Linear(16, 31, rngs=rngs), tx=ADAM)
+    model = nnx.Linear(16, 31, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
     zerojax.nnx.shard(model, optimizer, stage=3, mesh=make_mesh(3))
     step = zerojax.nnx.train_step(lambda model, x: jnp.mean((model(x) - 1) ** 2))
-    batch = X[:15]
+    batch = jnp.asarray(X[:15])
     step(model, optimizer, batch)
     model.kernel, model.bias = nnx.Param(jnp.ones((16, 31))), nnx.Param(jnp.ones(31))
     for _ in range(3):
