@@ -12,7 +12,7 @@ comma := ,
 ifeq ($(wildcard /proc/driver/nvidia/version /dev/dxg /dev/kfd /dev/accel* /dev/vfio),)
 export JAX_PLATFORMS ?= cpu
 endif
-.PHONY: demo test test-ci gpu-code fuzz mutants foreign lint full-examples notebooks docs \
+.PHONY: demo test test-ci gpu-code fuzz mutants foreign prerelease lint full-examples notebooks docs \
   wheel gpu-compile regressions clean
 
 demo: $(VENV)/.examples
@@ -79,6 +79,15 @@ $(VENV)-foreign/.foreign: pyproject.toml
 	  --dest $(VENV)-foreign/sources \
 	  "$$($(VENV)-foreign/bin/python -m pip freeze --disable-pip-version-check | grep '^flax==')"
 	for file in $(VENV)-foreign/sources/flax-*.tar.gz; do tar -xzf $$file -C $(VENV)-foreign/sources; done
+
+# The kernel's tests with the newest JAX and Flax that pip finds, pre-releases among them.
+prerelease: $(VENV)-prerelease/.test
+	$(VENV)-prerelease/bin/python -m pip install --quiet --disable-pip-version-check --pre --upgrade jax jaxlib flax
+	$(VENV)-prerelease/bin/python -m pip list --disable-pip-version-check | grep -E '^(jax|jaxlib|flax) '
+	$(VENV)-prerelease/bin/python -m pytest -n $(WORKERS) tests/units/test_compat.py tests/kernel $(ARGS)
+
+$(VENV)-prerelease/.test: pyproject.toml
+	$(MAKE) VENV=$(VENV)-prerelease GPU= $@
 
 # Packages that match the installed JAX; compiling needs no CUDA libraries.
 gpu-compile: $(VENV)/.test

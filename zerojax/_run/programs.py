@@ -1,4 +1,8 @@
-"""JAX's cache of compiled programs, in a folder of the user's."""
+"""JAX's cache of compiled programs, in a folder of the user's.
+
+Of several processes, JAX has only the first one write. On CPUs only that one reads, too: JAX's keys
+have the topology in them, which XLA writes otherwise in each process there.
+"""
 
 import functools
 import os
