@@ -168,8 +168,8 @@ def without_unread(jaxpr: Jaxpr) -> Jaxpr:
 
 def with_inner_jaxpr(eqn: JaxprEqn, jaxpr: Jaxpr, added: Sequence[Var]) -> JaxprEqn:
     """Returns a remat equation that runs another jaxpr, with more inputs."""
-    info = jaxpr.debug_info
-    info = info._replace(arg_names=("",) * (len(jaxpr.invars) + len(added)))
+    names = ("",) * (len(jaxpr.invars) + len(added)), ("",) * len(jaxpr.outvars)
+    info = jaxpr.debug_info._replace(arg_names=names[0], result_paths=names[1])
     jaxpr = jaxpr.replace(invars=[*jaxpr.invars, *added], debug_info=info)
     return eqn.replace(params={**eqn.params, "jaxpr": jaxpr})
 

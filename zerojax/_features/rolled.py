@@ -129,7 +129,9 @@ def roll(
             )
     told += _left(search, [loop.run for loop in loops]) if when else ()
     if when is True and not told:
-        told = [f"roll=True rolls up nothing: no {LEAST} layers in a row are alike"]
+        told = [
+            f"roll=True rolls up nothing: no {LEAST} layers in a row are alike, each with weights of its own"
+        ]
     rolled = _Rolling(search, loops, mesh).rolled()
     return dataclasses.replace(rolled or unrolled(loss, params), told=told)
 
@@ -248,12 +250,13 @@ class _Scanned:
         self.body = [self.in_body(eqns) for eqns in zip(*layers, strict=True)]
 
     def __str__(self) -> str:
-        rows = zip(*self.stacks, strict=True)
-        paths = [self.search.leaves[at].path.split("/") for row in rows for at in row]
-        levels = [unique(names) for names in zip(*paths, strict=False)]
-        depth = next(k for k, names in enumerate(levels) if len(names) > 1)
-        first, *_, last = levels[depth]
-        return "/".join([*paths[0][:depth], f"{first} to {last}"])
+        names = [[self.search.leaves[at].path.split("/") for at in stack] for stack in self.stacks]
+        depths = [next(k for k, each in enumerate(zip(*n)) if len({*each}) > 1) for n in names]
+        [(depth, _)] = Counter(depths).most_common(1)
+        # A turn may begin inside of a layer, and read the embedding's norm as another does a layer's.
+        names = [n for n, at in zip(names, depths, strict=True) if at == depth]
+        first, *_, last = unique(name[depth] for row in zip(*names, strict=True) for name in row)
+        return "/".join([*names[0][0][:depth], f"{first} to {last}"])
 
     @functools.cached_property
     def weights(self) -> set[int]:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn
 
 from zerojax import _compat
-from zerojax._features.alike import Keys
+from zerojax._features.alike import Keys, opens
 from zerojax._features.bundles import Codecs
 from zerojax._kernel.jaxprs import Atom, Inliner, Var, is_var, reads, type_of
 from zerojax._kernel.places import LeafPlan
@@ -19,6 +19,7 @@ LEAST = 3  # layers of a loop: two are as fast without one
 PERIODS = 64  # that are tried
 STARTS = 4  # of a period that are tried
 NEXT = 16  # alike equations after one, whose distances count
+SLICES = frozenset({"slice", "squeeze"})  # how JAX reads `x[2]`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +61,8 @@ class Repeats:
         self.loss, self.leaves, self.codecs = loss, leaves, codecs
         self.params = {v: at for at, v in enumerate(loss.invars[: len(leaves)])}
         self.inliner = Inliner()
-        flat = self.inliner.flat_of(loss.eqns, self.params)
-        self.eqns = list(map(self.inliner.resolved, flat))
+        flat = list(map(self.without_passed_on, self.inliner.flat_of(loss.eqns, self.params)))
+        self.eqns = self.rows_first(list(map(self.inliner.resolved, flat)))
         self.outvars = [self.inliner.named(v) for v in loss.outvars]
         self.made = {v: (i, k) for i, eqn in enumerate(self.eqns) for k, v in made_by(eqn)}
         self.last_read = {v: i for i, eqn in enumerate(self.eqns) for v in reads(eqn)}
@@ -69,6 +70,32 @@ class Repeats:
         self.numbers = Keys()
         # The positions of the parameters that a value comes from, if it comes from them only.
         self.sources = {v: frozenset([at]) for v, at in self.params.items()}
+
+    def without_passed_on(self, eqn: JaxprEqn) -> JaxprEqn:
+        """Returns a `jax.checkpoint` without outputs that are inputs of it. Readers read the inputs:
+        what all layers pass on (T5's bias) is no carry, and the last layer is like the others."""
+        if not opens(eqn):
+            return eqn
+        jaxpr, _ = _compat.inner_jaxpr(eqn)
+        given = dict(zip(jaxpr.invars, eqn.invars, strict=True))
+        outs = list(zip(jaxpr.outvars, eqn.outvars, strict=True))
+        self.inliner.aliases |= {out: given[v] for v, out in outs if is_var(v) and v in given}
+        kept = [(v, out) for v, out in outs if not (is_var(v) and v in given)]
+        jaxpr = jaxpr.replace(outvars=[v for v, _ in kept])
+        return _compat.with_inner_jaxpr(eqn, jaxpr, ()).replace(outvars=[out for _, out in kept])
+
+    def rows_first(self, eqns: list[JaxprEqn]) -> list[JaxprEqn]:
+        """Returns the equations, with slices of what is no weight's (`masks[number]`) right behind
+        what they slice: no two are alike, and in a layer they would make it unlike the others."""
+        there = dict.fromkeys([*self.loss.invars[len(self.leaves) :], *self.inliner.constants], -1)
+        places = []
+        for i, eqn in enumerate(eqns):
+            read = reads(eqn)
+            known = there.keys() >= {*read}
+            moves = known and eqn.primitive.name in SLICES
+            places.append(max(there[v] for v in read) if moves else i)
+            there |= {v: places[i] for v in eqn.outvars if known}
+        return [eqns[i] for i in sorted(range(len(eqns)), key=places.__getitem__)]
 
     @functools.cached_property
     def keys(self) -> np.ndarray:
