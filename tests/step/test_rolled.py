@@ -14,19 +14,22 @@ from flax.training.train_state import TrainState
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.reference import assert_close
-
-DIM, LAYERS = 32, 5
-TOKENS = np.arange(8 * 12).reshape(8, 12) % 64
-KEY = jax.random.key(3)
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype("f") / shape[0] ** 0.5
-
-
-def layers(count=LAYERS, **shapes):
-    return [{k: normal(n, *s) for k, s in shapes.items()} for n in range(count)]
+from tests.reference import State, assert_close
+from tests.step.python_loops import (
+    DIM,
+    KEY,
+    LAYERS,
+    TOKENS,
+    drawn,
+    equinox,
+    haiku,
+    layers,
+    normal,
+    resnet,
+    rows_by_layer,
+    two_stacks,
+    u_net,
+)
 
 
 def plain(layer, remat, count=LAYERS, order=None):
@@ -125,7 +128,7 @@ class Transformer(nn.Module):
 
 def linen(remat, **options):
     model = Transformer(remat, **options)
-    params = model.init(KEY, TOKENS[:1])["params"]
+    params = drawn(model.init, KEY, TOKENS[:1])["params"]
     return params, lambda params, tokens, _: jnp.mean(model.apply({"params": params}, tokens) ** 2)
 
 
@@ -154,25 +157,6 @@ def nnx_model(remat):
     graph, params, rest = nnx.split(Model(nnx.Rngs(0), remat), nnx.Param, ...)
     merged = lambda params: nnx.merge(graph, params, rest, copy=True)
     return params, lambda params, tokens, _: jnp.mean(merged(params)(tokens) ** 2)
-
-
-def two_stacks(_):
-    """An encoder, whose first layer makes a bias for all, and a decoder that reads its output."""
-    shapes = {"q": (DIM, DIM), "out": (DIM, DIM)}
-    params = {"embed": normal(9, 64, DIM), "bias": normal(8, 12, 12)}
-    params |= {"enc": layers(4, **shapes), "dec": layers(4, **shapes)}
-
-    def loss(params, tokens, _):
-        x, bias = params["embed"][tokens], None
-        for n, p in enumerate(params["enc"]):
-            bias = jax.nn.softmax(params["bias"]) if n == 0 else bias
-            x = x + jnp.tanh(bias @ (x @ p["q"])) @ p["out"]
-        y = params["embed"][tokens[:, ::-1]]
-        for p in params["dec"]:
-            y = y + jax.nn.softmax(y @ p["q"] @ x.mT) @ x @ p["out"]
-        return jnp.mean((y @ params["embed"].T) ** 2)
-
-    return params, loss
 
 
 def auxiliary(remat):
@@ -225,7 +209,7 @@ MODELS = {
 LOOPS = {
     ("returns numbers", True): [],
     "local and global": [3, 3],
-    "two stacks": [4] * 4,
+    "two stacks": [3] * 4,
     "first differs": [4, 4],
     "scaled backward": [],
     "no backward": [],
@@ -325,6 +309,33 @@ def test_rules_by_path_hold_in_rolled_layers(ways, count):
     assert sum(kind.endswith("xi8") for kind in kinds) == count
 
 
+def albert(remat):
+    return linen(remat, shared=True)
+
+
+CALLS = "not rolled up: {} calls of jax.checkpoint, "
+NOTHING = "roll=True rolls up nothing: no "
+OWN = "3 layers in a row are alike, each with weights of its own"
+
+
+@pytest.mark.parametrize(
+    ("model", "remat", "says"),
+    [
+        (albert, False, NOTHING + OWN),
+        (albert, True, CALLS.format(LAYERS) + "alike, but not one after another with weights of "),
+        (u_net, False, NOTHING + OWN),
+    ],
+)
+def test_layers_without_weights_of_their_own_stay_and_are_told(model, remat, says):
+    params, loss = model(remat)
+    programs = []
+    for roll in (True, False):
+        step, state = trained(lambda p, tokens: loss(p, tokens, KEY), params, roll=roll)
+        programs.append(str(step.trace(state, TOKENS).jaxpr))
+        assert (says in str(step)) == roll
+    assert programs[0] == programs[1]
+
+
 def trained(loss, params, **options):
     make = lambda: TrainState.create(
         apply_fn=None, params=jax.tree.map(jnp.asarray, params), tx=optax.sgd(0.1)
@@ -349,6 +360,23 @@ def test_a_step_and_its_audit_say_what_becomes_of_layers(remat, says):
     assert [text.startswith(says) for text in report.layers] == [True]
 
 
+def test_layers_that_end_with_a_norm_are_named_without_that_of_the_embedding():
+    """A turn begins with the norm before a layer, and the first with the embedding's."""
+    params, _ = plain(dense, False)
+    params["layers"] = [p | {"scale": params["scale"]} for p in params["layers"]]
+
+    def loss(params, tokens):
+        x = norm(params["embed"][tokens]) * params["scale"]
+        for p in params["layers"]:
+            x = norm(dense(x, p)) * p["scale"]
+        return jnp.mean(x**2)
+
+    norm = lambda x: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True))
+    step, state = trained(loss, params, roll=True)
+    step.trace(state, TOKENS)
+    assert "params/layers/0 to 4 are rolled up, 5 turns of a loop" in str(step)
+
+
 def test_a_step_of_nnx_says_it_too():
     def make():
         model = Model(nnx.Rngs(0), True)
@@ -370,16 +398,12 @@ def power(x, p, number, _):
     return dense(x ** (number + 1), p)
 
 
-CALLS = "not rolled up: {} calls of jax.checkpoint, "
-NOTHING = "roll=True rolls up nothing: no "
-
-
 @pytest.mark.parametrize(
     ("layer", "count", "says"),
     [
         (power, 2, CALLS.format(2) + "too few of them alike"),
         (prints, 4, CALLS.format(4) + "which print or call the host"),
-        (dense, 0, NOTHING + "3 layers in a row are alike"),
+        (dense, 0, NOTHING + OWN),
     ],
 )
 def test_what_stays_is_told(layer, count, says):
@@ -408,6 +432,63 @@ def test_the_norm_and_the_state_are_those_of_the_python_loop():
         assert shards[0].data.size == DIM * 64 // 8
         found.append((metrics, zerojax.full_params(state)))
     assert_close(*found, 1e-6)
+
+
+SGD = lambda **options: optax.sgd(0.1, **options)
+CLIP = lambda: optax.chain(optax.clip_by_global_norm(0.1), SGD(momentum=0.9))
+MUON = lambda: optax.contrib.muon(1e-2, eps=1e-4)
+BF16 = zerojax.Precision(compute="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("model", "remat", "devices", "tx", "options", "loops"),
+    [
+        (two_stacks, True, 7, CLIP, {"accumulate": 4}, [3, 3]),
+        (rows_by_layer, True, 1, SGD, {}, []),
+        (rows_by_layer, True, 8, MUON, {"accumulate": 4}, [LAYERS]),
+        (rows_by_layer, False, 8, SGD, {"precision": BF16}, [LAYERS]),
+        (resnet, False, 8, SGD, {}, [3, 3]),
+        (haiku, True, 7, SGD, {}, [LAYERS]),
+        (equinox, True, 8, CLIP, {}, [LAYERS]),
+    ],
+)
+def test_five_steps_are_those_of_one_device(model, remat, devices, tx, options, loops):
+    params, with_key, *stats = model(remat)
+    fields = {"batch_stats": stats[0]} if stats else {}
+    options = {"mutable": [*fields], "roll": "auto" if remat else True, **options}
+    precision = options.pop("precision", None)
+    batch = np.arange(4 * devices * 12).reshape(-1, 12) * 7 % 64
+    if stats:  # each device has its own, of the same rows
+        batch = np.tile(batch[:2], (devices, 1))
+
+    def loss(params, tokens, **fields):
+        return with_key(params, tokens, KEY, **fields)
+
+    def make():
+        own = jax.tree.map(jnp.asarray, params)
+        return State.create(apply_fn=None, params=own, tx=tx(), **fields)
+
+    @jax.jit
+    def plain(state):
+        def as_pair(params):
+            if precision:
+                params = jax.tree.map(lambda x: x.astype(precision.compute), params)
+            result = loss(params, batch, **{name: getattr(state, name) for name in fields})
+            return result if stats else (result, {})
+
+        (value, new), grads = jax.value_and_grad(as_pair, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, **new), value
+
+    place = {"stage": 3, "mesh": make_mesh(devices), "min_shard_size": 1, "precision": precision}
+    state, wanted = zerojax.shard_train_state(make, pad=True, **place), make()
+    step = zerojax.train_step(loss, **options)
+    tolerance = 2e-2 if precision else 1e-5
+    for _ in range(5):
+        (state, metrics), (wanted, value) = step(state, batch), plain(wanted)
+        assert_close(metrics["loss"], value, tolerance)
+    assert [int(n) for n in re.findall(r"(\d+) turns of a loop", str(step))] == loops
+    assert_close(zerojax.full_params(state), wanted.params, tolerance)
+    assert_close(state.batch_stats, wanted.batch_stats, tolerance)
 
 
 def test_scopes_name_the_layers_of_a_loop():

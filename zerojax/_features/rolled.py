@@ -129,9 +129,8 @@ def roll(
             )
     told += _left(search, [loop.run for loop in loops]) if when else ()
     if when is True and not told:
-        told = [
-            f"roll=True rolls up nothing: no {LEAST} layers in a row are alike, each with weights of its own"
-        ]
+        alike = f"no {LEAST} layers in a row are alike, each with weights of its own"
+        told = [f"roll=True rolls up nothing: {alike}"]
     rolled = _Rolling(search, loops, mesh).rolled()
     return dataclasses.replace(rolled or unrolled(loss, params), told=told)
 
@@ -250,13 +249,16 @@ class _Scanned:
         self.body = [self.in_body(eqns) for eqns in zip(*layers, strict=True)]
 
     def __str__(self) -> str:
-        names = [[self.search.leaves[at].path.split("/") for at in stack] for stack in self.stacks]
-        depths = [next(k for k, each in enumerate(zip(*n)) if len({*each}) > 1) for n in names]
-        [(depth, _)] = Counter(depths).most_common(1)
-        # A turn may begin inside of a layer, and read the embedding's norm as another does a layer's.
-        names = [n for n, at in zip(names, depths, strict=True) if at == depth]
-        first, *_, last = unique(name[depth] for row in zip(*names, strict=True) for name in row)
-        return "/".join([*names[0][0][:depth], f"{first} to {last}"])
+        def depth(names: list[list[str]]) -> int:
+            return next(k for k, n in enumerate(zip(*names, strict=False)) if len({*n}) > 1)
+
+        paths = [[self.search.leaves[at].path.split("/") for at in stack] for stack in self.stacks]
+        # A turn may end before a norm, and the first read the embedding's, not a layer's.
+        [(common, _)] = Counter(map(depth, paths)).most_common(1)
+        rows = zip(*(names for names in paths if depth(names) == common), strict=True)
+        names = [name for row in rows for name in row]
+        first, *_, last = unique(name[common] for name in names)
+        return "/".join([*names[0][:common], f"{first} to {last}"])
 
     @functools.cached_property
     def weights(self) -> set[int]:

@@ -72,17 +72,20 @@ class Repeats:
         self.sources = {v: frozenset([at]) for v, at in self.params.items()}
 
     def without_passed_on(self, eqn: JaxprEqn) -> JaxprEqn:
-        """Returns a `jax.checkpoint` without outputs that are inputs of it. Readers read the inputs:
+        """Returns a `jax.checkpoint` without outputs that are its inputs, which readers then read:
         what all layers pass on (T5's bias) is no carry, and the last layer is like the others."""
         if not opens(eqn):
             return eqn
         jaxpr, _ = _compat.inner_jaxpr(eqn)
         given = dict(zip(jaxpr.invars, eqn.invars, strict=True))
-        outs = list(zip(jaxpr.outvars, eqn.outvars, strict=True))
-        self.inliner.aliases |= {out: given[v] for v, out in outs if is_var(v) and v in given}
-        kept = [(v, out) for v, out in outs if not (is_var(v) and v in given)]
-        jaxpr = jaxpr.replace(outvars=[v for v, _ in kept])
-        return _compat.with_inner_jaxpr(eqn, jaxpr, ()).replace(outvars=[out for _, out in kept])
+        outs = dict(zip(eqn.outvars, jaxpr.outvars, strict=True))
+        passed = {out: given[v] for out, v in outs.items() if is_var(v) and v in given}
+        if not passed:
+            return eqn
+        self.inliner.aliases |= passed
+        kept = [out for out in outs if out not in passed]
+        jaxpr = jaxpr.replace(outvars=[outs[out] for out in kept])
+        return _compat.with_inner_jaxpr(eqn, jaxpr, ()).replace(outvars=kept)
 
     def rows_first(self, eqns: list[JaxprEqn]) -> list[JaxprEqn]:
         """Returns the equations, with slices of what is no weight's (`masks[number]`) right behind
