@@ -164,3 +164,32 @@ def test_eight_processes_train_and_one_of_them_is_killed(launched, tmp_path):
     out, err = ended(process, 137)
     assert "[0] zerojax: 8 processes, 8 devices\n" in out and "[0] step 3 on 8 loss" in out
     assert "zerojax: process 7 failed first, with SIGKILL" in err.rpartition("\n\n")[2]
+
+
+COMPILED = """
+import sys, jax.numpy as jnp, numpy as np, optax, zerojax
+from flax.training.train_state import TrainState
+
+zerojax.initialize()
+make = lambda: TrainState.create(
+    apply_fn=None, params={"w": jnp.ones((64, 64)) / 64}, tx=optax.sgd(0.1))
+state, batch = zerojax.shard_train_state(make, stage=3), np.ones((16, 64), "f")
+step = zerojax.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+if sys.argv[1] == "save":
+    step.compile(state, batch).save("step.bin")
+else:
+    step = zerojax.load_step("step.bin", step, state, batch)
+for _ in range(2):
+    state, metrics = step(state, batch)
+print(f"loss {float(metrics['loss']):.6f}")
+"""
+
+
+@pytest.mark.ci
+def test_all_processes_load_what_the_first_one_has_written(launched, tmp_path):
+    found = []
+    for how in ("save", "load"):
+        flags = ("-n", "2", "--cpu", "program.py", how)
+        out, _ = ended(launched(COMPILED, *flags, PYTHONPATH=str(ROOT)), 0)
+        found.append(re.findall(r"loss \S+", out))
+    assert found[0] == found[1] and len(found[0]) == 2 and len({*found[0]}) == 1

@@ -134,6 +134,7 @@ print(names.count("cache_hits"), names.count("cache_misses"), float(metrics["los
 """
 
 
+@pytest.mark.ci
 def test_a_second_process_compiles_nothing(tmp_path):
     """It learns at another rate from another batch, and reads what the first one has compiled."""
     env = {"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
