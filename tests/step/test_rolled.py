@@ -246,7 +246,7 @@ def test_rolled_layers_have_the_gradients_of_the_python_loop(name, remat):
 
 
 def test_what_is_rolled_up_and_what_stays():
-    """By default, layers under `jax.checkpoint`; never shared ones, or those that print."""
+    """By default, layers under `jax.checkpoint`; never those that print."""
     different = lambda x, p, number, _: dense(x * x if number == 2 else x, p)
     for (params, loss), roll, wanted in (
         (plain(dense, True), "auto", [LAYERS] * 2),
@@ -259,7 +259,6 @@ def test_what_is_rolled_up_and_what_stays():
         (plain(every_second, False, count=8), True, [4, 4]),
         (plain(dense, True, count=4, order=[0, 1, 2, 3] * 2), True, []),
         (plain(dense, True, count=4, order=[0, 0, 1, 1, 2, 2, 3, 3]), True, [4, 4]),
-        (linen(True, shared=True), True, []),
     ):
         assert scans(gradients(params, loss, roll=roll)[0]) == wanted
 
