@@ -29,9 +29,9 @@ def two_stacks(remat):
     """T5: the first layer of the encoder, and that of the decoder, makes a bias of distances, which
     the others pass on. The decoder reads what the encoder returns."""
     params = {"embed": normal(9, 64, DIM)}
-    for n, stack in enumerate(("enc", "dec")):
-        params[stack] = layers(4, q=(DIM, DIM), out=(DIM, DIM))
-        params[stack][0]["bias"] = normal(n, 16)
+    for n, name in enumerate(("enc", "dec")):
+        params[name] = layers(4, q=(DIM, DIM), out=(DIM, DIM))
+        params[name][0]["bias"] = normal(n, 16)
     apart = abs(np.arange(12)[:, None] - np.arange(12))
 
     def layer(x, p, mask, bias, *read):
@@ -89,7 +89,8 @@ class UNet(nn.Module):
 def u_net(_):
     model = UNet()
     params = drawn(model.init, KEY, jnp.ones((1, 12)))["params"]
-    return params, lambda params, x, _: jnp.mean(model.apply({"params": params}, x / 64.0) ** 2)
+    apply = lambda params, x: jnp.asarray(model.apply({"params": params}, x / 64.0))
+    return params, lambda params, x, _: jnp.mean(apply(params, x) ** 2)
 
 
 class Residual(nn.Module):

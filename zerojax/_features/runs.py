@@ -96,7 +96,7 @@ class Repeats:
             read = reads(eqn)
             known = there.keys() >= {*read}
             moves = known and eqn.primitive.name in SLICES
-            places.append(max(there[v] for v in read) if moves else i)
+            places.append(max((there[v] for v in read), default=i) if moves else i)
             there |= {v: places[i] for v in eqn.outvars if known}
         return [eqns[i] for i in sorted(range(len(eqns)), key=places.__getitem__)]
 
