@@ -176,6 +176,20 @@ def auxiliary(remat):
     return params, loss
 
 
+def two_before(remat):
+    """Each layer also reads what the layer before the last one has returned."""
+    params, _ = plain(dense, remat)
+
+    def loss(params, tokens, _):
+        layer = jax.checkpoint(dense) if remat else dense
+        x = [params["embed"][tokens]] * 2
+        for p in params["layers"]:
+            x.append(layer(x[-1], p) + x[-2])
+        return jnp.mean((x[-1] @ params["embed"].T) ** 2)
+
+    return params, loss
+
+
 def returns_numbers(remat):
     """What each layer returns beside its output is a number, of another one in each."""
     params, _ = plain(dense, remat)
@@ -194,6 +208,7 @@ def returns_numbers(remat):
 MODELS = {
     "auxiliary": auxiliary,
     "returns numbers": returns_numbers,
+    "two before": two_before,
     "plain": lambda remat: plain(dense, remat),
     "dropout by depth": lambda remat: plain(by_depth, remat),
     "local and global": lambda remat: plain(local_and_global, remat, 6),
@@ -208,6 +223,7 @@ MODELS = {
 
 LOOPS = {
     ("returns numbers", True): [],
+    "two before": [],
     "local and global": [3, 3],
     "two stacks": [3] * 4,
     "first differs": [4, 4],
