@@ -191,13 +191,12 @@ class _Rolling:
         read = {v for eqn in jaxpr.eqns for v in reads(eqn)} | {*filter(is_var, jaxpr.outvars)}
         first, last = len(self.bundles), len(self.bundles) + len(search.leaves)
         inside = {at for bundle in self.bundles.values() for row in bundle.rows for at in row}
-        params = list(enumerate(jaxpr.invars[first:last]))
-        own = [at for at, v in params if v in read or at not in inside]
-        singles = [v for at, v in params if v in read or at not in inside]
-        invars = [*jaxpr.invars[:first], *singles, *jaxpr.invars[last:]]
+        params = enumerate(jaxpr.invars[first:last])
+        own = {at: v for at, v in params if v in read or at not in inside}
+        invars = [*jaxpr.invars[:first], *own.values(), *jaxpr.invars[last:]]
         jaxpr = _compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars)
         constants = [*constants.values(), *more]
-        return Rolled(jaxpr, constants, list(self.bundles.values()), own, search.leaves)
+        return Rolled(jaxpr, constants, list(self.bundles.values()), [*own], search.leaves)
 
     def run(self, env: dict[Var, Array]) -> list[Array]:
         """Returns the outputs of the loss, from its inputs."""
