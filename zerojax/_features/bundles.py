@@ -89,7 +89,7 @@ class Bundle:
         layers = pieces(shard, (1,) * len(self.rows), 0) if self.layers else [shard[None]]
         for row, layer in zip(self.rows, layers, strict=True):
             for at, part in zip(row, self.columns(layer), strict=True):
-                parts[at] = parts[at] + part[0] if at in parts else part[0]
+                parts[at] = part[0]
         return parts
 
     def columns(self, rows: Array) -> list[Array]:
