@@ -471,12 +471,14 @@ BF16 = zerojax.Precision(compute="bfloat16")
     ("model", "remat", "devices", "tx", "options", "loops"),
     [
         (two_stacks, True, 7, CLIP, {"accumulate": 4}, [3, 3]),
-        (rows_by_layer, True, 1, SGD, {}, []),
-        (rows_by_layer, True, 8, MUON, {"accumulate": 4}, [LAYERS]),
+        pytest.param(rows_by_layer, True, 1, SGD, {}, [], marks=pytest.mark.ci),
+        pytest.param(
+            rows_by_layer, True, 8, MUON, {"accumulate": 4}, [LAYERS], marks=pytest.mark.ci
+        ),
         (rows_by_layer, False, 8, SGD, {"precision": BF16}, [LAYERS]),
-        (resnet, False, 8, SGD, {}, [3, 3]),
-        (haiku, True, 7, SGD, {}, [LAYERS]),
-        (equinox, True, 8, CLIP, {}, [LAYERS]),
+        pytest.param(resnet, False, 8, SGD, {}, [3, 3], marks=pytest.mark.ci),
+        pytest.param(haiku, True, 7, SGD, {}, [LAYERS], marks=pytest.mark.ci),
+        pytest.param(equinox, True, 8, CLIP, {}, [LAYERS], marks=pytest.mark.ci),
     ],
 )
 def test_five_steps_are_those_of_one_device(model, remat, devices, tx, options, loops):

@@ -11,6 +11,8 @@ import pytest
 
 from tests.processes import ROOT, environment
 
+pytestmark = pytest.mark.ci  # several processes, some with limits of time
+
 TOLD = """
 import json, os, sys
 names = "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE JAX_PLATFORMS"
@@ -155,7 +157,6 @@ def test_what_cannot_start_is_refused(run, module, monkeypatch, flags, env, says
     assert code == 2 and re.search(says, err), err
 
 
-@pytest.mark.ci
 def test_eight_processes_train_and_one_of_them_is_killed(launched, tmp_path):
     """The numbers of each, and what JAX knows of them: tests/run has the rest."""
     worker = ("-m", "tests.worker", "--directory", str(tmp_path / "c"), "--devices", "1")
@@ -185,7 +186,6 @@ print(f"loss {float(metrics['loss']):.6f}")
 """
 
 
-@pytest.mark.ci
 def test_all_processes_load_what_the_first_one_has_written(launched, tmp_path):
     found = []
     for how in ("save", "load"):
