@@ -130,7 +130,11 @@ def is_here(warned: warnings.WarningMessage, file: str) -> bool:
 
 
 def make_mesh(count: int = NUM_DEVICES) -> Mesh:
-    return Mesh(np.array(jax.devices()[:count]), ("data",), axis_types=(AxisType.Auto,))
+    return Mesh(
+        np.array(jax.devices()[:count]),
+        ("data",),
+        axis_types=((AxisType.Explicit if os.environ.get("EXPL") else AxisType.Auto),),
+    )
 
 
 @pytest.fixture

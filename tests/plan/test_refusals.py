@@ -109,7 +109,10 @@ def mesh(names=("data",), devices=DEVICES, kind=AxisType.Auto):
         ({"mesh": "data"}, rf"Make one with jax.make_mesh\(\(8,\), \('data',\), {AUTO}\)"),
         ({"mesh": mesh(devices=DEVICES[[0] * 4])}, r"more than once\..*jax.make_mesh\(\(8,\)"),
         ({"mesh": mesh(devices=DEVICES[:0])}, r"'data': 0} has no devices.*jax.make_mesh\(\(8,\)"),
-        ({"mesh": mesh(kind=AxisType.Explicit)}, rf"Explicit.*{AUTO}"),
+        (
+            {"mesh": mesh(kind=AxisType.Manual)},
+            r"Manual ones are of one .*outside of the shard_map",
+        ),
     ],
 )
 def test_meshes_and_their_axes(chosen, remedy):

@@ -30,11 +30,10 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from zerojax import _compat
+from zerojax import _axis_types, _compat
 from zerojax._kernel.jaxprs import Atom, is_var, unclosed
 from zerojax._kernel.travel import names_in
 from zerojax._loss import fields as _fields, mean as _mean
-from zerojax._plan import mesh as _mesh
 from zerojax._state.hints import axes_of_rules
 from zerojax._types import PyTree, is_key
 
@@ -132,7 +131,7 @@ def as_one_device(code: Callable[[], T], mesh: Mesh, axes: tuple[str, ...]) -> T
         return jnp.zeros(())
 
     specs = {"in_specs": (), "out_specs": PartitionSpec()}
-    with _mesh.seen_as(mesh.abstract_mesh):
+    with _axis_types.seen_as(mesh.abstract_mesh):
         jax.eval_shape(
             jax.shard_map(per_device, mesh=mesh, **specs, axis_names={*axes}, check_vma=False)
         )
@@ -261,7 +260,7 @@ def seeing(mesh: AbstractMesh, axes: tuple[str, ...]) -> Iterator[None]:
     """Sets the mesh that a loss sees; `axes` are those that its batch is split over."""
     token = _mean.AXES.set(axes)
     try:
-        with _mesh.seen_as(mesh):
+        with _axis_types.seen_as(mesh):
             yield
     finally:
         _mean.AXES.reset(token)

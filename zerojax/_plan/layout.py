@@ -5,7 +5,7 @@ import functools
 from collections.abc import Sequence
 from typing import Self
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax._kernel.places import Axes, Groups, LeafPlan, axes_size, beyond, by_layer
 from zerojax._plan.precision import Precision
@@ -32,6 +32,7 @@ class Layout:
     precision: Precision | None = None
     # Not compared either, because it is a trace. None for a plan without an optimizer.
     update: Update | None = dataclasses.field(default=None, compare=False)
+    given_mesh: Mesh | None = None  # on which arrays rest; its axes may be Explicit, not Auto
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -113,7 +114,14 @@ class Layout:
     @functools.cached_property
     def shardings(self) -> list[NamedSharding]:
         """The place of each leaf between steps, in the order of `jax.tree.leaves(state)`."""
-        return [leaf.rest.sharding(self.mesh) for leaf in self.leaves]
+        mesh = self.given_mesh or self.mesh
+        places = [leaf.rest.sharding(mesh) for leaf in self.leaves]
+        if not mesh.abstract_mesh.explicit_axes:
+            return places
+        # As JAX spells them in the types of arrays: a step would be compiled twice otherwise.
+        pairs = zip(places, self.leaves, strict=True)
+        specs = [[*p.spec, *[None] * (len(leaf.shape) - len(p.spec))] for p, leaf in pairs]
+        return [p.update(spec=PartitionSpec(*spec)) for p, spec in zip(places, specs, strict=True)]
 
     def bytes_per_device(self) -> dict[str, int]:
         """Returns the bytes in the memory of each device between steps, by kind of state."""

@@ -1,13 +1,12 @@
 """The devices of a plan, and the mesh axes that ZeRO shards over."""
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType, Mesh
 
 from zerojax import _compat
 from zerojax._kernel.places import Axes, as_names
@@ -102,12 +101,10 @@ def _check_mesh(mesh: object) -> None:
             f"the mesh {dict(mesh.shape)} {what}. Make it of different ones, for example "
             f"{call_for(jax.device_count())}."
         )
-    if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        autos = ", ".join(["jax.sharding.AxisType.Auto"] * len(mesh.axis_names))
+    if AxisType.Manual in mesh.axis_types:
         raise ValueError(
-            f"the axes of the mesh are {mesh.axis_types}, and zerojax needs Auto axes "
-            "(jax.make_mesh makes Explicit ones by default). Pass "
-            f"jax.make_mesh(..., axis_types=({autos},))."
+            f"the axes of the mesh are {mesh.axis_types}; Manual ones are of one device, inside of "
+            "a jax.shard_map. Pass the mesh that you made, outside of the shard_map."
         )
 
 
@@ -117,31 +114,15 @@ def call_for(count: int, options: str = "", axis: str = DEFAULT_AXIS) -> str:
     return f"jax.make_mesh(({count},), ({axis!r},), {auto}{options})"
 
 
-@contextlib.contextmanager
-def seen_as(mesh: AbstractMesh) -> Iterator[None]:
-    """Sets `mesh` inside a `with`, instead of any mesh that a caller has set."""
-    set_to = jax.sharding.use_abstract_mesh
-    # First an empty mesh, because JAX refuses to replace a mesh by one with axes of other sizes.
-    with set_to(AbstractMesh((), ())), set_to(mesh):
-        yield
+def with_auto_axes(mesh: Mesh) -> Mesh:
+    """Returns a mesh of the same devices whose axes are Auto, on which zerojax computes."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def unset() -> AbstractContextManager[object]:
     """Sets no mesh, so that arrays on a single device can be used."""
     return jax.set_mesh(Mesh(np.empty((), object), ()))
-
-
-@contextlib.contextmanager
-def auto_axes() -> Iterator[None]:
-    """Makes the axes of the current mesh Auto while zerojax traces.
-
-    A caller may have set a mesh with `jax.set_mesh`. Its axes are Explicit by default, so JAX would
-    infer or demand a sharding for every operation.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    autos = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
-    with jax.sharding.use_abstract_mesh(mesh.update_axis_types(autos)):
-        yield
 
 
 def check_runs(mesh: Mesh) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 
 from zerojax import _compat, _fingerprint
+from zerojax._axis_types import auto_axes, computed_with, typed
 from zerojax._kernel import device as _device
 from zerojax._kernel.places import LeafPlan
 from zerojax._plan import (
@@ -125,10 +126,12 @@ class Plan(Layout):
             value if np.shape(value) == leaf.padded_shape else None
             for value, leaf in zip(old, self.leaves, strict=True)
         ]
-        rested = _device.rested(
-            values, self.leaves, self.mesh, self.batch_axes, into=old, resting=resting
-        )
-        return treedef.unflatten(rested)
+        values, old = computed_with((values, old))
+        with auto_axes():
+            rested = _device.rested(
+                values, self.leaves, self.mesh, self.batch_axes, into=old, resting=resting
+            )
+        return treedef.unflatten(map(typed, rested, self.shardings))
 
     def unpad(self, state: PyTree) -> PyTree:
         """Returns a state of this plan without its padding, inside `jax.jit` or outside.
@@ -153,14 +156,17 @@ class Plan(Layout):
 
         Shards then differ in size where the devices do not divide a leaf.
         """
-        leaves, treedef = jax.tree.flatten(state)
-        pairs = zip(leaves, self.leaves, strict=True)
-        return treedef.unflatten(_device.scattered(*pair, self.mesh) for pair in pairs)
+        leaves, treedef = jax.tree.flatten(computed_with(state))
+        with auto_axes():
+            pairs = zip(leaves, self.leaves, strict=True)
+            return treedef.unflatten([_device.scattered(*pair, self.mesh) for pair in pairs])
 
     def logical_grads(self, grads: PyTree) -> PyTree:
         """Drops the padding of gradients, inside `jax.jit`."""
-        leaves, treedef = jax.tree.flatten(grads)
-        return treedef.unflatten(self.like_params(leaves, [leaf.shape for leaf in self.params]))
+        leaves, treedef = jax.tree.flatten(computed_with(grads))
+        with auto_axes():
+            grads = self.like_params(leaves, [leaf.shape for leaf in self.params])
+        return treedef.unflatten(grads)
 
     def like_params(
         self, grads: Sequence[Array | None], shapes: Sequence[tuple[int, ...]]

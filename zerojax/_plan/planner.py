@@ -56,7 +56,8 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
         >>> print(plan.leaves[0].path, "is sharded along dimension", plan.leaves[0].dim)
         params/w is sharded along dimension 0
     """
-    mesh, axes = _devices(options)
+    given, axes = _devices(options)
+    mesh = _mesh.with_auto_axes(given)
     groups = chosen_groups(options.stage, axes, {} if options.groups is None else options.groups)
     patterns = {} if options.overrides is None else options.overrides
     shards_over = groups.opt_state or axes
@@ -83,7 +84,7 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
         planned = offload.place(planned, mesh)
     treedef = jax.tree.structure(state)
     precision = options.precision
-    result = Plan(groups.stage, mesh, axes, over, tuple(planned), treedef, precision, update)
+    result = Plan(groups.stage, mesh, axes, over, tuple(planned), treedef, precision, update, given)
     _check_worth(result)
     return result
 

@@ -30,6 +30,7 @@ import jax
 import optax
 
 from zerojax import _compat
+from zerojax._axis_types import auto_axes, computed_with, typed_as
 from zerojax._state.refusals import is_flax_module
 from zerojax._state.state import OPT_STATE, PARAMS, get_tx
 from zerojax._types import PyTree
@@ -97,20 +98,24 @@ def _update(
             "all of them there: state.replace(params=jax.device_put(state.params, "
             "jax.memory.Space.Device)); plan.constrain puts them back."
         )
-    resting, state = state, jax.tree.map(_compat.fetched, state)
-    logical = functools.partial(plan.logical_part, kind=PARAMS)
-    new_updates, new_state = tx.update(
-        logical(updates),
-        plan.logical_part(state, OPT_STATE),
-        logical(params),
-        **{name: logical(value) for name, value in extra.items()},
-    )
-    new_state = jax.tree.map(
-        lambda new, old: _compat.stored(new) if _compat.is_on_host(old) else new,
-        plan.padded_part(new_state, OPT_STATE, state),
-        resting,
-    )
-    return plan.padded_part(new_updates, PARAMS, updates if params is None else params), new_state
+    like, given = updates if params is None else params, state
+    updates, resting, params, extra = computed_with((updates, state, params, extra))
+    with auto_axes():
+        state = jax.tree.map(_compat.fetched, resting)
+        logical = functools.partial(plan.logical_part, kind=PARAMS)
+        new_updates, new_state = tx.update(
+            logical(updates),
+            plan.logical_part(state, OPT_STATE),
+            logical(params),
+            **{name: logical(value) for name, value in extra.items()},
+        )
+        new_state = jax.tree.map(
+            lambda new, old: _compat.stored(new) if _compat.is_on_host(old) else new,
+            plan.padded_part(new_state, OPT_STATE, state),
+            resting,
+        )
+        new_updates = plan.padded_part(new_updates, PARAMS, updates if params is None else params)
+    return typed_as(new_updates, like), typed_as(new_state, given)
 
 
 @dataclasses.dataclass(frozen=True)

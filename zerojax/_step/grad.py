@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.extend.core import Jaxpr
 
-from zerojax import _compat
+from zerojax import _axis_types, _compat
 from zerojax._declared import takes
 from zerojax._features.in_backward import InBackward, NoGradientError
 from zerojax._kernel.jaxprs import is_var, reads, type_of
@@ -22,7 +22,7 @@ from zerojax._loss import (
     nans as _nans,
 )
 from zerojax._loss.trace import TracedLoss, explained_dtypes, trace_loss
-from zerojax._plan import mesh as _mesh, move as _move, padding as _padding
+from zerojax._plan import move as _move, padding as _padding
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import cast_floats
 from zerojax._state import refusals as _refusals
@@ -79,11 +79,13 @@ def value_and_grad(
         _refusals.check_alive(args, "batch")
         try:
             _batch.check_pairs(every, options.batch_specs, plan.batch_axes)
-            loss, aux, grads, *_ = loss_and_grads(with_kwargs, plan, options, params, every)
+            inputs = _axis_types.computed_with((params, every))
+            loss, aux, grads, *_ = loss_and_grads(with_kwargs, plan, options, *inputs)
         except Exception as error:
             _arguments.blame(error, {"params": params, "batch": args}, plan)
             raise
-        return (loss, aux) if options.has_aux else loss, _padding.cleared(plan, grads)
+        grads = _axis_types.typed_as(_padding.cleared(plan, grads), params)
+        return (loss, aux) if options.has_aux else loss, grads
 
     return fn
 
@@ -103,7 +105,7 @@ class Graded(NamedTuple):
     told: list[str]  # of layers that are rolled up, and those that are not
 
 
-@_mesh.auto_axes()
+@_axis_types.auto_axes()
 def loss_and_grads(
     loss_fn: Callable[..., PyTree],
     plan: Plan,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from zerojax import _axis_types
 from zerojax._declared import takes
 from zerojax._features import (
     finite as _finite,
@@ -15,7 +16,6 @@ from zerojax._features import (
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import split_fields, with_fields
-from zerojax._plan import mesh as _mesh
 from zerojax._plan.optimizer import Guard, next_state, update_of
 from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
@@ -59,9 +59,11 @@ def train_step(loss_fn: Callable[..., PyTree], options: TrainOptions) -> Step:
     _arguments.check_loss(loss_fn)
     recipe = Recipe(loss_fn, options)
 
-    @_mesh.auto_axes()
+    @_axis_types.auto_axes()
     def step(state: PyTree, batch: PyTree, rng: PyTree = None) -> tuple[PyTree, dict[str, PyTree]]:
-        return _train(recipe, state, (batch,) if rng is None else (batch, rng))
+        args = (batch,) if rng is None else (batch, rng)
+        new, metrics = _train(recipe, *_axis_types.computed_with((state, args)))
+        return _axis_types.typed_as(new, state), metrics
 
     return Step(step, recipe)
 
@@ -154,11 +156,11 @@ def eval_step(loss_fn: Callable[..., PyTree], options: EvalOptions) -> Step:
     """
     _arguments.check_loss(loss_fn)
 
-    @_mesh.auto_axes()
+    @_axis_types.auto_axes()
     def step(state: PyTree, batch: PyTree, rng: PyTree = None) -> dict[str, PyTree]:
         plan = find_plan(state, options.plan)
         plan.check_structure(state)
-        args = (batch,) if rng is None else (batch, rng)
+        state, args = _axis_types.computed_with((state, (batch,) if rng is None else (batch, rng)))
         called = with_fields(loss_fn, plan.unpad(state), options.mutable)
         loss, aux, *_ = loss_and_grads(called, plan, options, _state.get_params(state), args)
         return {"loss": loss} if aux is None else {"loss": loss, "aux": aux}

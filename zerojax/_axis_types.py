@@ -1,0 +1,78 @@
+"""Axes of a mesh that are Explicit, Auto or Manual, where zerojax traces code."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from zerojax._types import PyTree
+
+# [Note: explicit axes]
+# A user's mesh may have Explicit axes, as `jax.make_mesh` makes them. Arrays on it then carry their
+# sharding in their types, and JAX demands a rule of every operation for it. A state rests on the
+# user's mesh, so that the user's own code may read it there. At the edge of a step, `computed_with`
+# takes its arrays onto a mesh of Auto axes, and `typed_as` what comes out back. Neither moves data.
+
+
+def computed_with(tree: PyTree) -> PyTree:
+    """Returns a tree with arrays of Auto axes in place of those of Explicit ones, in `jax.jit`."""
+
+    def one(value: PyTree) -> PyTree:
+        sharding = _explicit(value)
+        if sharding is None:
+            return value
+        mesh = sharding.mesh.abstract_mesh
+        mesh = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
+        with seen_as(mesh):
+            return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec()))
+
+    return jax.tree.map(one, tree)
+
+
+def typed_as(tree: PyTree, given: PyTree) -> PyTree:
+    """Returns a tree with the types of `given`, a tree of the same structure."""
+
+    def one(value: PyTree, given: PyTree) -> PyTree:
+        sharding = _explicit(given)
+        return value if sharding is None else typed(value, sharding)
+
+    return jax.tree.map(one, tree, given)
+
+
+def typed(value: PyTree, sharding: NamedSharding) -> PyTree:
+    """Returns a traced array at a sharding, in its type if the axes are Explicit."""
+    mesh = sharding.mesh.abstract_mesh
+    if not mesh.explicit_axes or not isinstance(value, Tracer):
+        return value
+    with seen_as(mesh):
+        return jax.sharding.reshard(value, NamedSharding(mesh, sharding.spec))
+
+
+def _explicit(value: PyTree) -> NamedSharding | None:
+    """Returns the sharding in the type of a traced array, if it names Explicit axes."""
+    sharding = jax.typeof(value).sharding if isinstance(value, Tracer) else None
+    return sharding if sharding is not None and sharding.mesh.explicit_axes else None
+
+
+@contextlib.contextmanager
+def seen_as(mesh: AbstractMesh) -> Iterator[None]:
+    """Sets `mesh` inside a `with`, instead of any mesh that a caller has set."""
+    set_to = jax.sharding.use_abstract_mesh
+    # First an empty mesh, because JAX refuses to replace a mesh by one with axes of other sizes.
+    with set_to(AbstractMesh((), ())), set_to(mesh):
+        yield
+
+
+@contextlib.contextmanager
+def auto_axes() -> Iterator[None]:
+    """Makes the axes of the current mesh Auto while zerojax traces.
+
+    A caller may have set a mesh with `jax.set_mesh`. Its axes are Explicit by default, so JAX would
+    infer or demand a sharding for every operation.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    autos = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
+    with jax.sharding.use_abstract_mesh(mesh.update_axis_types(autos)):
+        yield
