@@ -24,6 +24,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from zerojax import _axis_types
 from zerojax._types import Device, PyTree
 
 REMAT = frozenset({"remat", "remat2", "checkpoint"})
@@ -257,7 +258,7 @@ def _is_bound(axis: str) -> bool:
 def context_on(eqn: JaxprEqn, change: Callable[[AbstractMesh], AbstractMesh]) -> Any:
     """Returns the context of an equation, which is set again where it runs, on another mesh."""
     mesh = change(eqn.ctx.cur_abstract_mesh)
-    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
+    with eqn.ctx.manager, _axis_types.seen_as(mesh):
         return type(eqn.ctx)()
 
 

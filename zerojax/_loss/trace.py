@@ -2,21 +2,25 @@
 
 [Note: the mesh that a loss sees]
 A model may ask which mesh is set, and constrain arrays over its axes; Flax does so for every
-annotated weight. No single mesh suits all models, so `trace_loss` tries three:
+annotated weight. No single mesh suits all models, so `trace_loss` tries these:
 
 1. The mesh of one device's code, which a loss is: the axes that the batch is split over are manual.
    A constraint over one of those is an error, because nothing is left to split.
 2. The mesh of all devices' code, whose axes are all automatic. It also has the axes that
    annotations name and the user's mesh lacks, with size 1: what is sharded over them is whole.
-3. No mesh, where Flax constrains nothing, as in a program that sets none. A constraint may fit no
+3. The user's own mesh, if it has Explicit axes, which `jax.sharding.reshard` and `out_sharding=`
+   may name. Those of the batch have size 1, because the loss sees a part of the batch.
+4. No mesh, where Flax constrains nothing, as in a program that sets none. A constraint may fit no
    mesh: `nn.DenseGeneral` constrains a flattened kernel by the names of all its dimensions. The
    plan has read the annotations of the state anyway.
 
-`Dropper` rewrites a jaxpr of 2 or 3 for one device: at any depth, it drops axes that are no longer
-there from every constraint, and makes the axes of the batch manual in every type.
+`Dropper` rewrites a jaxpr of 2 to 4 for one device: at any depth, it drops axes that are no longer
+there from every constraint, makes the axes of the batch manual in every type and the others Auto,
+and writes constraints in place of what names an Explicit axis.
 """
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -40,6 +44,8 @@ from zerojax._types import PyTree, is_key
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 T = TypeVar("T")
 NO_MESH = AbstractMesh((), ())
+# Parameters of JAX's operations; the last is that of `jax.sharding.reshard`.
+ASKING = {"sharding", "out_sharding", "dst_sharding"}
 
 
 class TracedLoss(NamedTuple):
@@ -59,11 +65,12 @@ def trace_loss(
     axes: tuple[str, ...],
     mutable: Sequence[str] = (),
     absent: Iterable[str] = (),
+    explicit: AbstractMesh | None = None,
 ) -> TracedLoss:
     """Traces `loss_fn(*args)` as code of one device of the mesh. `args` are shapes.
 
     Annotations may name the axes in `absent`, which the mesh lacks: what is sharded over them is
-    whole. Where `has_aux` is None, a pair is taken for a loss and its aux. What the loss closes
+    whole. The loss may be written for the axes of `explicit`, over which shapes say their sharding. Where `has_aux` is None, a pair is taken for a loss and its aux. What the loss closes
     over, tracers included, becomes an input, so that `shard_map` never sees a closure.
     """
     # If the loss closed over the arrays of a `jax.tree_util.Partial`, they would keep the types
@@ -91,7 +98,7 @@ def trace_loss(
                 raise ValueError(f"with_sharding_constraint over one of {axes}")
             return closed, aux
 
-        meshes = [here, with_absent(outer, absent), NO_MESH]
+        meshes = [here, with_absent(outer, absent), *filter(None, [explicit]), NO_MESH]
         (closed, aux), seen, failed = traced_where_it_can_be(traced, meshes, axes)
         if seen is not here:
             if not any(map(_is_of_mesh, failed)) and not _has_more(closed, here, axes):
@@ -140,11 +147,12 @@ def as_one_device(code: Callable[[], T], mesh: Mesh, axes: tuple[str, ...]) -> T
 
 def typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
     """Returns shapes with the types of values computed on `mesh`: libraries compare the two."""
-    replicated = NamedSharding(mesh, PartitionSpec())
 
     def typed(v: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        said = v.sharding if isinstance(v, jax.ShapeDtypeStruct) and mesh.explicit_axes else None
+        sharding = NamedSharding(mesh, said.spec if said else PartitionSpec())
         weak = getattr(v, "weak_type", False)
-        return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=replicated, weak_type=weak)
+        return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding, weak_type=weak)
 
     return jax.tree.map(typed, values)
 
@@ -219,7 +227,7 @@ def traced_where_it_can_be(
     """Returns `trace(mesh)` for the first mesh where it raises nothing, that mesh, and the errors.
 
     The code that is traced sees the mesh. The second mesh is tried after any error that a
-    constraint may lead to, the third after an error that speaks of a mesh. Where all fail, the
+    constraint may lead to, a later one after an error that speaks of a mesh. Where all fail, the
     error that says most is raised.
     """
     failed: list[Exception] = []
@@ -234,12 +242,12 @@ def traced_where_it_can_be(
             if len(failed) > 1 and not _is_of_mesh(error):
                 break
     # Errors of a mesh that is not the user's say little, and that of no mesh nothing.
-    errors = [error for error in failed if not _is_of_mesh(error)] or failed[:2][-1:]
+    errors = [e for e in failed if not _is_of_mesh(e)] or failed[: max(len(meshes) - 1, 1)][-1:]
     raise _explained(errors[0], meshes[0]) from errors[0].__cause__
 
 
 def _is_of_mesh(error: Exception) -> bool:
-    return re.search(r"\bmesh\b|sharding", str(error)) is not None
+    return re.search(r"\bmesh\b|sharding|PartitionSpec", str(error)) is not None
 
 
 def _explained(error: Exception, mesh: AbstractMesh) -> Exception:
@@ -291,6 +299,12 @@ def is_constraint(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "sharding_constraint" and by_spec
 
 
+def asked_of(eqn: JaxprEqn) -> NamedSharding | None:
+    """Returns the sharding over Explicit axes that an operation was asked for."""
+    asked = (value for name, value in eqn.params.items() if name in ASKING)
+    return None if is_constraint(eqn) else next(filter(None, asked), None)
+
+
 class Dropper:
     """Rewrites jaxprs that were traced under the mesh `seen` as jaxprs of one device.
 
@@ -331,15 +345,36 @@ class Dropper:
             if is_constraint(eqn) and self.says_nothing(**eqn.params):
                 names[eqn.outvars[0]] = operands[0]
                 continue
+            asked = asked_of(eqn)
+            if asked and eqn.primitive.name == "reshard":
+                eqns += self.constraint(asked, operands[0], names, eqn.outvars[0])
+                continue
             params = {name: self.param(name, value) for name, value in eqn.params.items()}
+            params |= dict.fromkeys(ASKING & params.keys() if asked else ())
             outvars = list(map(declared, eqn.outvars))
             ctx = _compat.context_on(eqn, self.mesh)
             eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, ctx=ctx))
+            if asked:
+                eqns += self.constraint(asked, outvars[0], names, eqn.outvars[0])
         outvars = list(map(named, inner.outvars))
         new = inner.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
         is_open = inner is jaxpr and not consts
         self.jaxprs[jaxpr] = new if is_open else ClosedJaxpr(new, consts)
         return self.jaxprs[jaxpr]
+
+    def constraint(
+        self, asked: NamedSharding, value: Atom, names: dict[Var, Atom], result: Var
+    ) -> list[JaxprEqn]:
+        """Names a value `result`, constrained to a sharding of Auto axes if any are left."""
+        sharding = self.sharding(asked)
+        names[result] = value
+        if not sharding.mesh.auto_axes or isinstance(value, DropVar):
+            return []
+        with _axis_types.seen_as(sharding.mesh):
+            constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding.spec)
+            (eqn,) = jax.make_jaxpr(constrain)(value.aval).eqns
+        names[result] = new = _compat.fresh(result, value.aval)
+        return [eqn.replace(invars=[value], outvars=[new])]
 
     def says_nothing(self, sharding: NamedSharding, layout: object, **_: object) -> bool:
         """Whether no axis is left that a constraint could name."""

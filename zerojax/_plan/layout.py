@@ -5,7 +5,8 @@ import functools
 from collections.abc import Sequence
 from typing import Self
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zerojax._kernel.places import Axes, Groups, LeafPlan, axes_size, beyond, by_layer
 from zerojax._plan.precision import Precision
@@ -122,6 +123,24 @@ class Layout:
         pairs = zip(places, self.leaves, strict=True)
         specs = [[*p.spec, *[None] * (len(leaf.shape) - len(p.spec))] for p, leaf in pairs]
         return [p.update(spec=PartitionSpec(*spec)) for p, spec in zip(places, specs, strict=True)]
+
+    @functools.cached_property
+    def explicit_mesh(self) -> AbstractMesh | None:
+        """The user's mesh, if it has Explicit axes, for a loss that names them. The loss sees one
+        part of the batch."""
+        mesh = self.given_mesh and self.given_mesh.abstract_mesh
+        if not mesh or not mesh.explicit_axes:
+            return None
+        sizes = [1 if axis in self.batch_axes else size for axis, size in mesh.shape.items()]
+        return AbstractMesh((*sizes,), mesh.axis_names, axis_types=mesh.axis_types)
+
+    def seen_by_loss(self, leaf: LeafPlan) -> jax.ShapeDtypeStruct:
+        """Returns the shape of a whole parameter, sharded over Explicit axes of the user's own."""
+        sharding = None
+        if mesh := self.explicit_mesh:
+            own = {*mesh.explicit_axes} - {*self.batch_axes}
+            sharding = NamedSharding(mesh, leaf.rest.within(own))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def bytes_per_device(self) -> dict[str, int]:
         """Returns the bytes in the memory of each device between steps, by kind of state."""

@@ -171,9 +171,7 @@ def _program(
     arg_values, arg_tree = jax.tree.flatten(tuple(args))
     # Parameters have their full shapes here: the engine, which runs the jaxpr, gathers the shards,
     # and the loss never sees one.
-    full = jax.tree.structure(params).unflatten(
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.params
-    )
+    full = jax.tree.structure(params).unflatten(map(plan.seen_by_loss, plan.params))
     precision = precision_of(plan, options.precision)
 
     def trace(ways: int) -> TracedLoss:
@@ -182,9 +180,9 @@ def _program(
         parts = [_batch.part_shape(value, role, ways) for value, role in pairs]
         shapes = cast_floats([full, *arg_tree.unflatten(parts)], precision.compute)
         has_aux, mutable = options.has_aux, options.mutable
-        over = plan.mesh, plan.batch_axes
-        with explained_dtypes(precision.compute or precision.param):
-            return trace_loss(loss_fn, shapes, has_aux, *over, mutable, plan.absent)
+        over, names = (plan.mesh, plan.batch_axes), (mutable, plan.absent, plan.explicit_mesh)
+        with explained_dtypes(precision.compute or precision.param), _noted_errors():
+            return trace_loss(loss_fn, shapes, has_aux, *over, *names)
 
     ways = plan.size * options.accumulate
     traced = trace(ways)
@@ -265,7 +263,13 @@ def _noted_errors() -> Iterator[None]:
     """Adds a remedy to an error of another library that names none."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
+        if "Closing over inputs to shard_map" in str(error) and "Explicit" in str(error):
+            error.add_note(
+                "The loss closes over an array of a mesh with Explicit axes. Pass it as a part of "
+                "the batch, or place it first: jax.device_put(x, jax.sharding.NamedSharding("
+                "plan.mesh, jax.typeof(x).sharding.spec))."
+            )
         if "Closure-converted function called with different" in str(error):
             error.add_note(
                 "A step is a jax.shard_map, and Equinox's checkpointed loops, diffrax's default "

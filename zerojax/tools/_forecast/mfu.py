@@ -78,4 +78,5 @@ def needed_flops(
         return 3 * _flops.jaxpr_flops(traced.jaxpr)
 
     mesh = with_absent(plan.mesh.abstract_mesh, plan.absent)
-    return traced_where_it_can_be(counted, [mesh, NO_MESH], plan.batch_axes)[0]
+    meshes = [mesh, *filter(None, [plan.explicit_mesh]), NO_MESH]
+    return traced_where_it_can_be(counted, meshes, plan.batch_axes)[0]

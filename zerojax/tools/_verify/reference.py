@@ -193,11 +193,13 @@ class Reference:
         # In place of a mesh: there may be fewer devices than parts.
         auto = (AxisType.Auto,) * len(split)
         mesh: PyTree = AbstractMesh((*split.values(),), (*split,), axis_types=auto)
-        full = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), params)
+        whole = map(self.plan.seen_by_loss, self.plan.params)
+        full = jax.tree.structure(params).unflatten(whole)
         shapes = [_batch.part_shape(value, role, ways) for value, role in pairs]
         shapes = cast_floats([full, *treedef.unflatten(shapes)], compute)
         loss_fn = with_fields(self.recipe.loss_fn, self.state, names)
-        traced = trace_loss(loss_fn, shapes, None, mesh, tuple(split), names)
+        over, explicit = (mesh, tuple(split)), self.plan.explicit_mesh
+        traced = trace_loss(loss_fn, shapes, None, *over, names, explicit=explicit)
         closed_over = self.moved(traced.closed_over)
         share, factor = exact_share(ways)
 
