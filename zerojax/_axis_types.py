@@ -9,6 +9,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from zerojax._types import PyTree
 
+NO_MESH = AbstractMesh((), ())
+
 # [Note: explicit axes]
 # A user's mesh may have Explicit axes, as `jax.make_mesh` makes them. Arrays on it then carry their
 # sharding in their types, and JAX demands a rule of every operation for it. A state rests on the
@@ -42,12 +44,14 @@ def typed_as(tree: PyTree, given: PyTree) -> PyTree:
 
 
 def typed(value: PyTree, sharding: NamedSharding) -> PyTree:
-    """Returns a traced array at a sharding, in its type if the axes are Explicit."""
+    """Returns a traced array with the Explicit axes of its sharding in its type."""
     mesh = sharding.mesh.abstract_mesh
     if not mesh.explicit_axes or not isinstance(value, Tracer):
         return value
+    entries = [(e,) if isinstance(e, str) else e or () for e in sharding.spec]
+    kept = [tuple(axis for axis in e if axis in mesh.explicit_axes) or None for e in entries]
     with seen_as(mesh):
-        return jax.sharding.reshard(value, NamedSharding(mesh, sharding.spec))
+        return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec(*kept)))
 
 
 def _explicit(value: PyTree) -> NamedSharding | None:
@@ -61,7 +65,7 @@ def seen_as(mesh: AbstractMesh) -> Iterator[None]:
     """Sets `mesh` inside a `with`, instead of any mesh that a caller has set."""
     set_to = jax.sharding.use_abstract_mesh
     # First an empty mesh, because JAX refuses to replace a mesh by one with axes of other sizes.
-    with set_to(AbstractMesh((), ())), set_to(mesh):
+    with set_to(NO_MESH), set_to(mesh):
         yield
 
 

@@ -29,6 +29,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
+from zerojax._axis_types import NO_MESH, seen_as
 from zerojax._declared import Options, option, takes
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.trace import split_aux
@@ -95,9 +96,10 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
         source: PyTree = functools.partial(_made_state, model)
         make = functools.partial(_called, model)
         # `state_of` leaves no tracers in closures of modules and the optimizer.
-        pair: tuple[nnx.Module, nnx.Optimizer] = nnx.eval_shape(
-            lambda: nnx.merge(*state_of(lambda: nnx.split(make())))
-        )
+        made = functools.partial(state_of, lambda: nnx.split(make()))
+        made = seen_as(jax.sharding.get_abstract_mesh())(made)
+        with seen_as(NO_MESH):  # Flax looks for axes of annotations, which the mesh may lack.
+            pair: tuple[nnx.Module, nnx.Optimizer] = nnx.eval_shape(lambda: nnx.merge(*made()))
         model, optimizer = pair
     else:
         source = state(model, optimizer)

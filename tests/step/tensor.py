@@ -1,5 +1,7 @@
 """A stack of layers beside a `tensor` axis of the user's own."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,8 @@ import zerojax
 LAYERS, DIM, INNER = 4, 32, 64
 SPECS = {"up": P(None, None, "tensor"), "down": P(None, "tensor", None)}
 SHAPES = {"up": (LAYERS, DIM, INNER), "down": (LAYERS, INNER, DIM)}
+PART = LAYERS * DIM * INNER * 4 * 2 // 2  # bytes of both stacks on one of two tensor devices
+SENT = PART // 2  # by each of two data devices, in one gather or one reduce-scatter
 BATCH = np.random.default_rng(0).normal(size=(32, DIM)).astype(np.float32)
 
 
@@ -42,3 +46,13 @@ def layer(x, p):
 
 def scanned(params, x):
     return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+
+def weights_sent(report, over="data"):
+    """Bytes by kind of what is large and goes over an axis, and none goes over both."""
+    large = [one for one in report.traffic if one.wire_bytes >= 1000]  # others are scalars
+    assert {one.axes for one in large} <= {("data",), ("tensor",)}
+    sent = collections.Counter()
+    for one in large:
+        sent[one.kind] += one.wire_bytes * one.trips * (one.axes == (over,))
+    return dict(+sent)

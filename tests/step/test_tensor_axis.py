@@ -1,6 +1,5 @@
 """A `tensor` axis of the user's own beside ZeRO's: parameters are gathered over ZeRO's alone."""
 
-import collections
 import contextlib
 import functools
 
@@ -18,25 +17,15 @@ from tests.step.tensor import (
     DIM,
     INNER,
     LAYERS,
+    PART,
+    SENT,
     cpu_mesh,
     layer,
     make_state,
     placed,
     scanned,
+    weights_sent,
 )
-
-PART = LAYERS * DIM * INNER * 4 * 2 // 2  # bytes of both stacks on one of two tensor devices
-SENT = PART // 2  # by each of two data devices, in one gather or one reduce-scatter
-
-
-def weights_sent(report, over="data"):
-    """Bytes by kind of what is large and goes over an axis, and none goes over both."""
-    large = [one for one in report.traffic if one.wire_bytes >= 1000]  # others are scalars
-    assert {one.axes for one in large} <= {("data",), ("tensor",)}
-    sent = collections.Counter()
-    for one in large:
-        sent[one.kind] += one.wire_bytes * one.trips * (one.axes == (over,))
-    return dict(+sent)
 
 
 @functools.cache

@@ -35,6 +35,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import DTypeLike
 
 from zerojax import _axis_types, _compat
+from zerojax._axis_types import NO_MESH
 from zerojax._kernel.jaxprs import Atom, is_var, unclosed
 from zerojax._kernel.travel import names_in
 from zerojax._loss import fields as _fields, mean as _mean
@@ -43,7 +44,6 @@ from zerojax._types import PyTree, is_key
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 T = TypeVar("T")
-NO_MESH = AbstractMesh((), ())
 # Parameters of JAX's operations; the last is that of `jax.sharding.reshard`.
 ASKING = {"sharding", "out_sharding", "dst_sharding"}
 
@@ -70,7 +70,8 @@ def trace_loss(
     """Traces `loss_fn(*args)` as code of one device of the mesh. `args` are shapes.
 
     Annotations may name the axes in `absent`, which the mesh lacks: what is sharded over them is
-    whole. The loss may be written for the axes of `explicit`, over which shapes say their sharding. Where `has_aux` is None, a pair is taken for a loss and its aux. What the loss closes
+    whole. The loss may be written for the axes of `explicit`; shapes then have their sharding over
+    these. Where `has_aux` is None, a pair is taken for a loss and its aux. What the loss closes
     over, tracers included, becomes an input, so that `shard_map` never sees a closure.
     """
     # If the loss closed over the arrays of a `jax.tree_util.Partial`, they would keep the types
@@ -370,7 +371,7 @@ class Dropper:
         names[result] = value
         if not sharding.mesh.auto_axes or isinstance(value, DropVar):
             return []
-        with _axis_types.seen_as(sharding.mesh):
+        with _axis_types.seen_as(sharding.mesh.abstract_mesh):
             constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding.spec)
             (eqn,) = jax.make_jaxpr(constrain)(value.aval).eqns
         names[result] = new = _compat.fresh(result, value.aval)

@@ -5,6 +5,7 @@ tuple that starts with these two. Lists, and named tuples with other fields, are
 parameters. No other package knows these container types.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import re
@@ -19,6 +20,7 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
+from zerojax._axis_types import NO_MESH, seen_as
 from zerojax._state import patches as _patches
 from zerojax._types import PyTree, is_key
 
@@ -252,6 +254,19 @@ def is_state_function(state: object) -> bool:
     return isinstance(state, Callable) and not hasattr(state, PARAMS)
 
 
+def _made(make_state: Callable[[], PyTree]) -> PyTree:
+    """Calls a user's function; without the mesh that is set, if its axes are the reason for an
+    error. Flax constrains a weight over the axes of its annotation, which the mesh may lack."""
+    try:
+        return make_state()
+    except (ValueError, AssertionError) as error:
+        if not re.search(r"\bmesh\b", str(error)) or jax.sharding.get_abstract_mesh().empty:
+            raise
+        with seen_as(NO_MESH), contextlib.suppress(Exception):
+            return make_state()
+        raise
+
+
 def state_of(make_state: Callable[[], PyTree]) -> PyTree:
     """Returns the state that a function makes, without tracers in its static fields.
 
@@ -263,7 +278,7 @@ def state_of(make_state: Callable[[], PyTree]) -> PyTree:
     calls: list[tuple[PyTree, list[bool], list[int]]] = []
 
     def arrays() -> tuple[list[Tracer], list[Tracer]]:
-        leaves, treedef = jax.tree.flatten(make_state())
+        leaves, treedef = jax.tree.flatten(_made(make_state))
         is_traced = [isinstance(leaf, Tracer) for leaf in leaves]
         traced = [leaf for leaf in leaves if isinstance(leaf, Tracer)]
         # Shapes in place of leaves, which must not outlive this trace.

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import AbstractMesh
 
-from zerojax import _compat
+from zerojax._axis_types import NO_MESH, typed
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields
-from zerojax._loss.trace import NO_MESH, traced_where_it_can_be, with_absent
+from zerojax._loss.trace import traced_where_it_can_be, with_absent
 from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
 from zerojax._step.step import Step
@@ -66,17 +66,21 @@ def needed_flops(
     """Counts three times the FLOPs of forward's matmuls over the global batch: the step does not
     need those that backward computes again."""
 
-    def forward(state: PyTree, *args: PyTree) -> PyTree:
-        logical = plan.unpad(jax.tree.map(_compat.fetched, state))
-        return with_fields(loss_fn, logical, mutable)(_state.get_params(logical), *args)
+    def counted(mesh: AbstractMesh) -> float:
+        def forward(state: PyTree, *args: PyTree) -> PyTree:
+            logical = plan.unpad(state)
+            params, treedef = jax.tree.flatten(_state.get_params(logical))
+            if mesh is plan.explicit_mesh:
+                seen = map(plan.seen_by_loss, plan.params)
+                params = [typed(v, leaf.sharding) for v, leaf in zip(params, seen, strict=True)]
+            return with_fields(loss_fn, logical, mutable)(treedef.unflatten(params), *args)
 
-    args = (batch,) if rng is None else (batch, rng)
-    sizes = [(axis, plan.mesh.shape[axis]) for axis in plan.batch_axes]
-
-    def counted(_: AbstractMesh) -> float:
-        traced = jax.make_jaxpr(forward, axis_env=sizes)(plan.abstract(), *args)
+        traced = jax.make_jaxpr(forward, axis_env=sizes)(*shapes)
         return 3 * _flops.jaxpr_flops(traced.jaxpr)
 
+    args = (batch,) if rng is None else (batch, rng)
+    shapes = jax.tree.map(_state.shape_dtype, (plan.abstract(), *args))
+    sizes = [(axis, plan.mesh.shape[axis]) for axis in plan.batch_axes]
     mesh = with_absent(plan.mesh.abstract_mesh, plan.absent)
     meshes = [mesh, *filter(None, [plan.explicit_mesh]), NO_MESH]
     return traced_where_it_can_be(counted, meshes, plan.batch_axes)[0]
