@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax._types import PyTree
 
@@ -22,7 +22,7 @@ def computed_with(tree: PyTree) -> PyTree:
     """Returns a tree with arrays of Auto axes in place of those of Explicit ones, in `jax.jit`."""
 
     def one(value: PyTree) -> PyTree:
-        sharding = _explicit(value)
+        sharding = explicit_sharding(value)
         if sharding is None:
             return value
         mesh = sharding.mesh.abstract_mesh
@@ -33,12 +33,15 @@ def computed_with(tree: PyTree) -> PyTree:
     return jax.tree.map(one, tree)
 
 
-def typed_as(tree: PyTree, given: PyTree) -> PyTree:
-    """Returns a tree with the types of `given`, a tree of the same structure."""
+def typed_as(tree: PyTree, given: PyTree, spec: PartitionSpec | None = None) -> PyTree:
+    """Returns a tree with the types of `given`, a tree of the same structure; sharded as `spec` if
+    that is passed."""
 
     def one(value: PyTree, given: PyTree) -> PyTree:
-        sharding = _explicit(given)
-        return value if sharding is None else typed(value, sharding)
+        sharding = explicit_sharding(given)
+        if sharding is None:
+            return value
+        return typed(value, sharding if spec is None else sharding.update(spec=spec))
 
     return jax.tree.map(one, tree, given)
 
@@ -54,10 +57,16 @@ def typed(value: PyTree, sharding: NamedSharding) -> PyTree:
         return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec(*kept)))
 
 
-def _explicit(value: PyTree) -> NamedSharding | None:
-    """Returns the sharding in the type of a traced array, if it names Explicit axes."""
-    sharding = jax.typeof(value).sharding if isinstance(value, Tracer) else None
+def explicit_sharding(value: PyTree) -> NamedSharding | None:
+    """Returns the sharding in the type of an array, if it names Explicit axes."""
+    sharding = jax.typeof(value).sharding if isinstance(value, jax.Array) else None
     return sharding if sharding is not None and sharding.mesh.explicit_axes else None
+
+
+def with_auto_axes(mesh: Mesh) -> Mesh:
+    """Returns a mesh of the same devices whose axes are Auto, on which zerojax computes."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from zerojax import _axis_types
 from zerojax._types import Device, PyTree
 
 REMAT = frozenset({"remat", "remat2", "checkpoint"})
@@ -258,7 +257,9 @@ def _is_bound(axis: str) -> bool:
 def context_on(eqn: JaxprEqn, change: Callable[[AbstractMesh], AbstractMesh]) -> Any:
     """Returns the context of an equation, which is set again where it runs, on another mesh."""
     mesh = change(eqn.ctx.cur_abstract_mesh)
-    with eqn.ctx.manager, _axis_types.seen_as(mesh):
+    set_to = jax.sharding.use_abstract_mesh
+    # First an empty mesh, because JAX refuses to replace a mesh by one with axes of other sizes.
+    with eqn.ctx.manager, set_to(AbstractMesh((), ())), set_to(mesh):
         return type(eqn.ctx)()
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AbstractMesh, SingleDeviceSharding
 
 from zerojax._checkpoint import files as _files
 from zerojax._plan import move as _move
@@ -179,7 +179,7 @@ def stored_struct(value: PyTree) -> jax.ShapeDtypeStruct:
     struct = _state.shape_dtype(value)
     struct = jax.eval_shape(jax.random.key_data, struct) if is_key(struct) else struct
     sharding = getattr(value, "sharding", None)
-    if sharding is None:
+    if sharding is None or isinstance(getattr(sharding, "mesh", None), AbstractMesh):  # a type
         sharding = SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
 

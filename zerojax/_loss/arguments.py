@@ -66,6 +66,11 @@ def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> 
             _check_devices(name, tree, plan)
     if isinstance(error, jax.errors.JaxRuntimeError) and _compat.OUT_OF_MEMORY in str(error):
         error.add_note(_out_of_memory(plan))
+    if "mesh should be the same across the entire program" in str(error):  # of a callback
+        error.add_note(
+            "JAX compiles a callback only where all meshes have the same types of axes. Place the "
+            "state on a mesh of Auto axes, as zerojax.mesh makes it."
+        )
     if "external reference" in str(error):  # XLA's words for donated memory that numpy reads
         error.add_note(
             "numpy still reads an array of the state: for state in host memory, jax.device_get and "

@@ -44,6 +44,7 @@ from zerojax._types import PyTree, is_key
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 T = TypeVar("T")
+NOT_EXPLICIT = "cannot contain axis names that are of type Auto or Manual"  # of JAX's errors
 # Parameters of JAX's operations; the last is that of `jax.sharding.reshard`.
 ASKING = {"sharding", "out_sharding", "dst_sharding"}
 
@@ -243,7 +244,9 @@ def traced_where_it_can_be(
             if len(failed) > 1 and not _is_of_mesh(error):
                 break
     # Errors of a mesh that is not the user's say little, and that of no mesh nothing.
-    errors = [e for e in failed if not _is_of_mesh(e)] or failed[: max(len(meshes) - 1, 1)][-1:]
+    errors = [error for error in failed if not _is_of_mesh(error)]
+    errors += [error for error in failed[1:-1] if NOT_EXPLICIT not in str(error)]
+    errors += failed
     raise _explained(errors[0], meshes[0]) from errors[0].__cause__
 
 

@@ -114,12 +114,6 @@ def call_for(count: int, options: str = "", axis: str = DEFAULT_AXIS) -> str:
     return f"jax.make_mesh(({count},), ({axis!r},), {auto}{options})"
 
 
-def with_auto_axes(mesh: Mesh) -> Mesh:
-    """Returns a mesh of the same devices whose axes are Auto, on which zerojax computes."""
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-
-
 def unset() -> AbstractContextManager[object]:
     """Sets no mesh, so that arrays on a single device can be used."""
     return jax.set_mesh(Mesh(np.empty((), object), ()))

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from zerojax import _compat
-from zerojax._axis_types import auto_axes, computed_with
+from zerojax._axis_types import auto_axes, computed_with, typed_as
 from zerojax._kernel.places import LeafPlan
 from zerojax._plan import move as _move
 from zerojax._plan.layout import Layout
@@ -54,24 +54,26 @@ ByPosition = Mapping[int, Array]
 @functools.partial(jax.jit, static_argnums=1)
 @auto_axes()
 def logical_leaves(values: ByPosition, plan: Layout) -> dict[int, Array]:
-    def logical(leaf: LeafPlan, value: Array) -> Array:
+    def logical(leaf: LeafPlan, given: Array) -> Array:
         sharding = leaf.padded_place.sharding(plan.mesh)
-        value = jax.lax.with_sharding_constraint(_compat.fetched(value), sharding)
-        return _compat.constrained(unpadded(value, leaf.shape), sharding)
+        value = jax.lax.with_sharding_constraint(_compat.fetched(computed_with(given)), sharding)
+        value = _compat.constrained(unpadded(value, leaf.shape), sharding)
+        # Whole over ZeRO's axes in its type, because they do not divide it.
+        own = {*plan.mesh.axis_names} - {*plan.batch_axes}
+        return typed_as(value, given, leaf.padded_place.within(own))
 
-    values = computed_with(values)
     return {i: logical(plan.leaves[i], value) for i, value in values.items()}
 
 
 @functools.partial(jax.jit, static_argnums=1)
 @auto_axes()
 def padded_leaves(values: ByPosition, plan: Layout) -> dict[int, Array]:
-    def long(leaf: LeafPlan, value: Array) -> Array:
+    def long(leaf: LeafPlan, given: Array) -> Array:
         place = leaf.padded_place
-        value = padded(_compat.fetched(value), place.padded(leaf.shape))
-        return jax.lax.with_sharding_constraint(value, place.sharding(plan.mesh))
+        value = padded(_compat.fetched(computed_with(given)), place.padded(leaf.shape))
+        value = jax.lax.with_sharding_constraint(value, place.sharding(plan.mesh))
+        return typed_as(value, given, place.spec)
 
-    values = computed_with(values)
     return {i: long(plan.leaves[i], value) for i, value in values.items()}
 
 

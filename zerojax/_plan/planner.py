@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from zerojax._axis_types import with_auto_axes
 from zerojax._declared import takes
 from zerojax._kernel import places as _places
 from zerojax._kernel.places import Axes, Groups, LeafPlan, Placement, chosen_groups, leaf_at
@@ -57,7 +58,7 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
         params/w is sharded along dimension 0
     """
     given, axes = _devices(options)
-    mesh = _mesh.with_auto_axes(given)
+    mesh = with_auto_axes(given)
     groups = chosen_groups(options.stage, axes, {} if options.groups is None else options.groups)
     patterns = {} if options.overrides is None else options.overrides
     shards_over = groups.opt_state or axes

@@ -30,6 +30,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
+from zerojax._axis_types import auto_axes, computed_with, explicit_sharding, typed, typed_as
 from zerojax._state import carried as _carried, patches as _patches
 from zerojax._state.state import OTHER, PARAMS
 from zerojax._types import PyTree, Shape
@@ -161,19 +162,26 @@ class Rests:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _logical(value: jax.Array, rests: Rests) -> jax.Array:
-    shape = rests.shown(value.shape)
+@auto_axes()
+def _logical(given: jax.Array, rests: Rests) -> jax.Array:
+    value, shape = computed_with(given), rests.shown(given.shape)
     assert shape is not None
     if value.shape != rests.padded_shape:  # one layer: only XLA knows where it is
-        return jax.lax.slice(value, (0,) * value.ndim, shape)
-    value = jax.lax.with_sharding_constraint(value, rests.sharding)
-    return _compat.constrained(jax.lax.slice(value, (0,) * value.ndim, shape), rests.sharding)
+        logical = jax.lax.slice(value, (0,) * value.ndim, shape)
+    else:
+        value = jax.lax.with_sharding_constraint(value, rests.sharding)
+        logical = jax.lax.slice(value, (0,) * value.ndim, shape)
+        logical = _compat.constrained(logical, rests.sharding)
+    return typed_as(logical, given, PartitionSpec())
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _padded(value: jax.Array, rests: Rests) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+@auto_axes()
+def _padded(value: jax.Array, rests: Rests, explicit: NamedSharding | None) -> jax.Array:
     widths = [(0, p - n) for n, p in zip(rests.shape, rests.padded_shape, strict=True)]
-    return jax.lax.with_sharding_constraint(jnp.pad(value, widths), rests.sharding)
+    value = jnp.pad(computed_with(value), widths)
+    value = jax.lax.with_sharding_constraint(value, rests.sharding)
+    return value if explicit is None else typed(value, explicit)
 
 
 class Padded(nnx.Variable):
@@ -194,7 +202,7 @@ class Padded(nnx.Variable):
             value = self.get_value().at[options.pop("index")].set(value)
         rests = self.get_metadata(RESTS, None)
         if rests is not None and np.shape(value) == rests.shape:
-            value = _padded(value, rests)
+            value = _padded(value, rests, explicit_sharding(self.get_raw_value()))
         super().set_value(value, **options)
 
     @property

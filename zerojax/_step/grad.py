@@ -21,7 +21,7 @@ from zerojax._loss import (
     mean as _mean,
     nans as _nans,
 )
-from zerojax._loss.trace import TracedLoss, explained_dtypes, trace_loss
+from zerojax._loss.trace import NOT_EXPLICIT, TracedLoss, explained_dtypes, trace_loss
 from zerojax._plan import move as _move, padding as _padding
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import cast_floats
@@ -264,6 +264,11 @@ def _noted_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError) as error:
+        if NOT_EXPLICIT in str(error):
+            error.add_note(
+                "The axes of the state's mesh are Auto. Place it on a mesh of Explicit axes, as "
+                "jax.make_mesh makes them, or write jax.lax.with_sharding_constraint(x, spec)."
+            )
         if "Closing over inputs to shard_map" in str(error) and "Explicit" in str(error):
             error.add_note(
                 "The loss closes over an array of a mesh with Explicit axes. Pass it as a part of "
