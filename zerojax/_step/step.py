@@ -62,8 +62,7 @@ def train_step(loss_fn: Callable[..., PyTree], options: TrainOptions) -> Step:
     @_axis_types.auto_axes()
     def step(state: PyTree, batch: PyTree, rng: PyTree = None) -> tuple[PyTree, dict[str, PyTree]]:
         args = (batch,) if rng is None else (batch, rng)
-        new, metrics = _train(recipe, *_axis_types.computed_with((state, args)))
-        return _axis_types.typed_as(new, state), metrics
+        return _train(recipe, *_axis_types.computed_with((state, args)))
 
     return Step(step, recipe)
 
