@@ -8,6 +8,7 @@ Beside the pairs, each level is wanted in a row that rounds nothing: with precis
 `tests/test_pairs.py` compares each row with one device.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -254,7 +255,8 @@ def _completed(levels: Levels, left: dict[Group, None], rng: random.Random) -> L
     def gained(name: str, level: Any) -> int:
         return sum(frozenset({(name, level), item}) in left for item in levels.items())
 
-    for name in rng.sample(list(FACTORS), len(FACTORS)):
+    # Those of many levels first, in about that order.
+    for name in sorted(FACTORS, key=lambda name: 3 * rng.random() - len(FACTORS[name])):
         among = [level for level in FACTORS[name] if not refusal_of(levels | {name: level})]
         if name not in PLAIN:
             rng.shuffle(among)
@@ -265,12 +267,24 @@ def _completed(levels: Levels, left: dict[Group, None], rng: random.Random) -> L
     return levels
 
 
+def _hardest(left: dict[Group, None]) -> Levels:
+    """Of what is left, the group of those levels that the most others have, too."""
+    counts = collections.Counter(itertools.chain.from_iterable(left))
+    return dict(max(left, key=lambda group: sum(counts[level] for level in group)))
+
+
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    """By a greedy search: of some completions of a start, the one that has most of what is left."""
-    rng, found, left, starts = random.Random(4), [], wanted(), list(TOGETHER)
+    """By a greedy search: of some completions of a start, the one that has most of what is left.
+    What has failed together starts a row with as much else of that as it can have."""
+    rng, found, left, starts = random.Random(5), [], wanted(), list(TOGETHER)
     while starts or left:
-        start = starts.pop(0) if starts else dict(next(iter(left)))
+        start = starts.pop(0) if starts else _hardest(left)
+        for other in [*starts]:
+            both = start | other
+            if start.items() <= both.items() and _completed(both, left, rng):
+                start = both
+                starts.remove(other)
         tried = filter(None, [_completed(start, left, rng) for _ in range(TRIES)])
         best = max(tried, key=lambda levels: len(groups_of(levels) & left.keys()))
         found.append(Row(**best))

@@ -161,7 +161,7 @@ class LinenBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
         mean = self.variable("stats", "mean", jnp.zeros, x.shape[-1:])
-        h = nn.Dense(self.hidden)(nn.LayerNorm()(centred(x, mean.value)))
+        h = nn.Dense(self.hidden)(nn.LayerNorm(use_bias=False)(centred(x, mean.value)))
         mean.value = averaged(mean.value, x)
         key = self.make_rng("dropout") if self.has_rng("dropout") else None
         return x + nn.Dense(x.shape[-1])(dropout(nn.tanh(h), key, self.rate))
@@ -179,8 +179,8 @@ class Linen(nn.Module):
     def __call__(self, tokens):
         dim, hidden, vocab = self.sizes
         hidden_states, block = [nn.Embed(vocab, dim)(tokens)], self.wrap(LinenBlock)
-        for i in range(4):
-            rate = self.rate * (i + 1) / 4
+        for i in range(3):  # the fewest that are rolled up
+            rate = self.rate * (i + 1) / 3
             hidden_states.append(block(hidden, rate, name=f"block{i}")(hidden_states[-1]))
         seen = self.variable("stats", "seen", jnp.int32, 0)
         seen.value += 1

@@ -155,12 +155,14 @@ def norm_of(row: Row, grads: Any) -> np.floating:
     return np.linalg.norm([np.linalg.norm(np.asarray(g, np.float64)) for g in trains])
 
 
+@functools.lru_cache(1)
 def start(row: Row) -> End:
     made = subject_of(row)
     opt_state = jax.device_get(jax.jit(OPTIMIZERS[row.optimizer]().init)(made.params))
     return End(made.params, opt_state, made.stats, {})
 
 
+@functools.lru_cache(1)  # a row's training and its check ask for it
 def trajectory(row: Row) -> list[End]:
     """The state before training, and after each step."""
     ends = [start(row)]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-DIM, LAYERS = 32, 5
+DIM, LAYERS = 32, 4
 TOKENS = np.arange(8 * 12).reshape(8, 12) % 64
 KEY = jax.random.key(3)
 
