@@ -51,7 +51,7 @@ BAD = {
     "too many": (("forecast", "124m", "--gpus", "10000000xH100"), "more than 100,000 GPUs, and no"),
     "no picture": (("audit", "124m", "--plot", "x.hlo"), "x.hlo does not name a picture file"),
     "plot nowhere": (("audit", "124m", "--plot", "no/x.png"), "there is no directory for no/x.png"),
-    "damaged": (("audit", "damaged.hlo"), "the HLO text has no ENTRY computation: was it cut off"),
+    "damaged": (("audit", "damaged.hlo"), "this is not the text of an HLO module: it starts"),
     "hosts": (
         ("forecast", "mymodel:model", "--per-host", "0"),
         "do not fill hosts of 0. Pass",
@@ -77,7 +77,7 @@ def test_bad_input_is_a_line_with_a_remedy(case, run, module, tmp_path):
     module("mymodel", fakes.MODEL)
     module("broken", "def model(:\n")
     module("theirs", "def f():\n    return {}['missing']\n")
-    (tmp_path / "damaged.hlo").write_text("HloModule x\n\n%f (a: f32[]) -> f32[] {\n")
+    (tmp_path / "damaged.hlo").write_text("%f (a: f32[]) -> f32[] {\n")
     (tmp_path / "binary.hlo").write_bytes(bytes(range(128, 256)))
     arguments, message = BAD[case]
     with fakes.cpus_for_gpus() if case in COMPILED else contextlib.nullcontext():

@@ -18,6 +18,8 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from zerojax._types import Number
+
 TEXT = str | bool  # what is aligned at the left
 Cell = TEXT | float | None  # numbers have a format; None is printed as "-"
 GAP = 2  # spaces between columns
@@ -28,8 +30,15 @@ _FITS = contextvars.ContextVar("fits", default=False)
 _wrap = functools.partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
 
 
-def human_bytes(count: float) -> str:
-    """Formats 1536 as '1.5 KiB'."""
+def total(*parts: Number) -> Number:
+    """Adds up; None if a part is unknown."""
+    return None if None in parts else sum(parts)
+
+
+def human_bytes(count: Number) -> str:
+    """Formats 1536 as '1.5 KiB', what is unknown as '-'."""
+    if count is None:
+        return "-"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024 or unit == "TiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -37,8 +46,10 @@ def human_bytes(count: float) -> str:
     raise AssertionError
 
 
-def human_time(seconds: float) -> str:
-    """Formats 0.0123 as '12.3 ms'."""
+def human_time(seconds: Number) -> str:
+    """Formats 0.0123 as '12.3 ms', what is unknown as '-'."""
+    if seconds is None:
+        return "-"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.{1 if seconds / size < 1000 else 0}f} {unit}"

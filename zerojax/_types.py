@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 PyTree: TypeAlias = Any  # arrays, or what stands for them, in nested containers
+Number: TypeAlias = Any  # or None where it is unknown
 Shape = tuple[int, ...]
 
 

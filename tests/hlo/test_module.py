@@ -1,4 +1,4 @@
-"""The text of HLO modules: types, groups, where values come from, and damage that is refused."""
+"""The text of HLO modules: types, groups, where values come from, and damage that is told."""
 
 import inspect
 import re
@@ -107,9 +107,11 @@ def without(text, line):
 
 NESTED = "nested-16xH100-jax0.12"
 DAMAGES = {
-    "empty": (lambda t: "", "starts with '' and not with 'HloModule'"),
-    "prose": (lambda t: "Dear compiler,", r"with 'Dear compiler,'.*Pass compiled\.as_text"),
-    "cut off early": (lambda t: t[: len(t) // 2], "no ENTRY computation: was it cut off"),
+    "cut off early": (lambda t: t[: len(t) // 2], "'%fused_com': it is no instruction"),
+    "cut off between": (
+        lambda t: t[: t.index("\n\nENTRY")],
+        "no ENTRY computation, as if it were cut off",
+    ),
     "cut off late": (lambda t: t[: t.rindex("ROOT")], "main.* has no ROOT"),
     "half a line": (
         lambda t: t.replace("copy(%get", "copy", 1)[:-200] + "\n}",
@@ -132,10 +134,19 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_text_is_refused_in_a_line(damage):
+def test_damaged_text_is_told_in_a_line(damage):
     change, message = DAMAGES[damage]
+    report = zerojax.audit(change(stored(NESTED)))
+    assert re.search(message, report.unread) and "\n" not in report.unread
+    with pytest.raises(AssertionError, match=message):
+        report.check()
+
+
+@pytest.mark.parametrize("text", ["", "Dear compiler,"])
+def test_what_is_no_program_is_refused_in_a_line(text):
+    message = rf"starts with '{text}' and not with 'HloModule'. Pass compiled\.as_text"
     with pytest.raises(ValueError, match=message) as caught:
-        zerojax.audit(change(stored(NESTED)))
+        zerojax.audit(text)
     assert "\n" not in str(caught.value)
 
 

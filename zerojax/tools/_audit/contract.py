@@ -43,6 +43,8 @@ Leaves = dict[str, LeafPlan]  # the sharded parameters, by path
 
 def findings(report: Measurement) -> list[str]:
     """Returns what breaks the contract; without a plan, what no stage does."""
+    if report.unread:  # nothing passes because it was not read
+        return [report.unread, *_warnings(report)]
     general = [*_exchanges(report), *_warnings(report)]
     plan = report.plan
     if plan is None:

@@ -21,7 +21,8 @@ from zerojax._kernel.pieces import common_path
 from zerojax._plan import show as _show
 from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
-from zerojax._table import human_bytes, shortened
+from zerojax._table import human_bytes, shortened, total
+from zerojax._types import Number
 from zerojax._wire import codecs as _codecs
 from zerojax.tools._hlo import flow as _flow
 from zerojax.tools._hlo.flow import ARGUMENT, ARITHMETIC, Origin, Slot
@@ -42,20 +43,24 @@ STATE_KINDS = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
     """Bytes of a device's memory. The state's are exact; of temporary memory, gathered weights and
-    gradients are those alive at the schedule's peak, and activations are the rest."""
+    gradients are those alive at the schedule's peak, and activations are the rest.
 
-    parameters: int
-    optimizer: int
-    other_state: int
-    batch: int
-    gathered: int
-    gradients: int
-    activations: int
-    outputs: int  # that reuse no argument's memory
-    donated: int  # arguments whose memory outputs reuse
+    Of a program that zerojax could not read, the state is the plan's, the compiler's own counts
+    (`compiled`) are the peak and temporary memory, and the rest is None."""
+
+    parameters: Number = None
+    optimizer: Number = None
+    other_state: Number = None
+    batch: Number = None
+    gathered: Number = None
+    gradients: Number = None
+    activations: Number = None
+    outputs: Number = None  # that reuse no argument's memory
+    donated: Number = None  # arguments whose memory outputs reuse
     on_host: int = 0  # arguments in host memory, which are not counted above
     host_donated: int = 0  # of those, what outputs reuse
     host_temporary: int = 0
+    compiled: tuple[int, int] | None = None
 
     @property
     def host_kept(self) -> int:
@@ -64,16 +69,18 @@ class MemoryUse:
         return self.host_temporary if self.host_donated == self.on_host else 0
 
     @property
-    def state(self) -> int:
-        return self.parameters + self.optimizer + self.other_state
+    def state(self) -> Number:
+        return total(self.parameters, self.optimizer, self.other_state)
 
     @property
-    def temporary(self) -> int:
-        return self.gathered + self.gradients + self.activations
+    def temporary(self) -> Number:
+        parts = total(self.gathered, self.gradients, self.activations)
+        return self.compiled[1] if self.compiled else parts
 
     @property
-    def peak(self) -> int:
-        return self.state + self.batch + self.temporary + self.outputs
+    def peak(self) -> Number:
+        parts = total(self.state, self.batch, self.temporary, self.outputs)
+        return self.compiled[0] if self.compiled else parts
 
     @property
     def on_device(self) -> str:
@@ -85,7 +92,7 @@ class MemoryUse:
             "gathered weights": self.gathered,
             "activations": self.activations,
             "batch": self.batch,
-            "rest": self.other_state + self.outputs,
+            "rest": total(self.other_state, self.outputs),
         }
         parts = ", ".join(f"{use} {human_bytes(nbytes)}" for use, nbytes in uses.items())
         donated = human_bytes(self.donated)
@@ -120,12 +127,30 @@ class Measurement:
     written: tuple[str, ...]  # the program's dtypes of matmuls, where the GPU lacks one
 
     @property
+    def unread(self) -> str:
+        """The line of the program that zerojax could not read: newer XLA writes what it does not
+        know. What depends on the program is unknown then, None or empty."""
+        if not self.module.unread:
+            return ""
+        return (
+            f"zerojax cannot read the compiled program: {self.module.unread}. Write the program "
+            "again with compiled.as_text() if a file was cut off; else report this line to "
+            "zerojax, with your version of JAX."
+        )
+
+    def counted(self, each: Iterable[float]) -> Number:
+        return None if self.module.unread else sum(each)
+
+    def modelled(self, seconds: float) -> Number:
+        return seconds if self.gpu and not self.module.unread else None
+
+    @property
     def step_seconds(self) -> float | None:
-        return self.replay.step if self.gpu else None
+        return self.modelled(self.replay.step)
 
     @property
     def exposed_seconds(self) -> float | None:
-        return self.replay.exposed if self.gpu else None
+        return self.modelled(self.replay.exposed)
 
     @property
     def caveat(self) -> str:
@@ -136,7 +161,7 @@ class Measurement:
     @property
     def matmuls(self) -> tuple[str, ...]:
         """The dtypes of matmuls, without those of few FLOPs."""
-        flops = self.replay.flops_by_dtype
+        flops = {} if self.module.unread else self.replay.flops_by_dtype
         most = max(flops.values(), default=0)
         many = {IN_JAX.get(dtype, dtype) for dtype, count in flops.items() if count > most * FEW}
         return tuple(sorted(many))
@@ -165,28 +190,33 @@ class Measurement:
         """The bytes of host memory that a process with all GPUs of a host keeps pinned."""
         return self.per_host * (self.memory.on_host + self.memory.host_kept)
 
-    def host_bytes(self, way: str) -> float:
+    def host_bytes(self, way: str) -> Number:
         """The bytes that each device copies in a step, to the host or from there."""
-        return sum(one.total_bytes for one in self.replay.transfers if one.kind == way)
+        return self.counted(t.total_bytes for t in self.replay.transfers if t.kind == way)
 
     @property
     def overlap(self) -> float | None:
         """The share of compute in the step's time: 1 where all communication is hidden."""
-        return self.replay.compute / self.replay.step if self.gpu and self.replay.step else None
+        return self.replay.compute / self.replay.step if self.step_seconds else None
 
     @property
-    def wire_bytes(self) -> float:
+    def wire_bytes(self) -> Number:
         """The bytes that each device sends in a step."""
-        return sum(t.total_bytes for t in self.traffic)
+        return self.counted(t.total_bytes for t in self.traffic)
 
     @property
-    def network_bytes(self) -> float:
+    def link_bytes(self) -> Number:
+        """The bytes that each device sends inside its host in a step."""
+        return self.counted((t.wire_bytes - t.network_bytes) * t.trips for t in self.traffic)
+
+    @property
+    def network_bytes(self) -> Number:
         """The bytes that each device sends to other hosts in a step."""
-        return sum(t.network_bytes * t.trips for t in self.traffic)
+        return self.counted(t.network_bytes * t.trips for t in self.traffic)
 
     @functools.cached_property
     def totals(self) -> dict[str, float]:
-        """The bytes that each device sends, by kind of collective."""
+        """The bytes that each device sends, by kind of collective; of what could be read."""
         sums: dict[str, float] = collections.defaultdict(float)
         for one in self.traffic:
             sums[one.kind] += one.total_bytes
@@ -290,6 +320,8 @@ class Reading:
 
     def memory(self, compiled: Compiled | None) -> MemoryUse:
         """Counts arguments by kind from the module, temporary bytes from compiler and schedule."""
+        if self.module.unread:
+            return self._memory_by_compiler(compiled)
         parameters = self.module.parameters
         arguments: Counter[str] = Counter()
         for parameter, kind in zip(parameters, self.kinds, strict=True):
@@ -320,6 +352,27 @@ class Reading:
             on_host=int(sum(one.nbytes - one.device_bytes for one in parameters)),
             host_donated=int(sum(one.nbytes - one.device_bytes for one in reused)),
             host_temporary=stats.host_temp_size_in_bytes if stats else 0,
+        )
+
+    def _memory_by_compiler(self, compiled: Compiled | None) -> MemoryUse:
+        stats, plan = compiled.memory_analysis() if compiled is not None else None, self.plan
+        there = plan.bytes_per_device() if plan else {}
+        peak = (
+            stats.argument_size_in_bytes
+            + stats.output_size_in_bytes
+            - stats.alias_size_in_bytes
+            + stats.temp_size_in_bytes
+            if stats
+            else 0
+        )
+        return MemoryUse(
+            parameters=there.get(_state.PARAMS),
+            optimizer=there.get(_state.OPT_STATE),
+            other_state=there.get(_state.OTHER),
+            donated=stats.alias_size_in_bytes if stats else None,
+            on_host=sum(plan.host_bytes_per_device().values()) if plan else 0,
+            host_temporary=stats.host_temp_size_in_bytes if stats else 0,
+            compiled=(peak, stats.temp_size_in_bytes) if stats else None,
         )
 
     def _temporary(self) -> Counter[str]:

@@ -95,7 +95,9 @@ class Report(Printed, Measurement):
             broken = [f"the contract{stage}"] * bool(self._findings)
             broken += ["the limits of this check"] * (len(findings) > len(self._findings))
             lines = "".join(f"\n  - {line}" for line in findings)
-            raise AssertionError(f"the compiled program breaks {' and '.join(broken)}:{lines}")
+            says = f"the compiled program breaks {' and '.join(broken)}"
+            says = f"the contract{stage} cannot be checked" if self.unread else says
+            raise AssertionError(f"{says}:{lines}")
         return self
 
     def to_dict(self) -> dict[str, object]:
@@ -116,12 +118,13 @@ class Report(Printed, Measurement):
             "network_bytes": self.network_bytes,
             "gpu": self.gpu.name if self.gpu else None,
             "stage": self.plan.stage if self.plan else None,
-            "compute_seconds": self.replay.compute if self.gpu else None,
-            "matmul_flops": self.replay.flops,
+            "compute_seconds": self.modelled(self.replay.compute),
+            "matmul_flops": None if self.unread else self.replay.flops,
             "wire_bytes_by_kind": self.totals,
+            "unread": self.unread,
             "bytes_to_device": self.host_bytes(TO_DEVICE),
             "bytes_to_host": self.host_bytes(TO_HOST),
-            "host_wait_seconds": self.replay.waited if self.gpu else None,
+            "host_wait_seconds": self.modelled(self.replay.waited),
             "memory": dataclasses.asdict(memory)
             | {"peak": memory.peak, "temporary": memory.temporary},
             "unknown_loops": self.replay.unknown_loops,
@@ -135,6 +138,8 @@ class Report(Printed, Measurement):
                 f"there are no times to plot: the program was compiled for {self.backend}. Pass "
                 "gpu='H100' to audit, or compile on zerojax.aot.mesh('8xH100')."
             )
+        if self.unread:
+            raise ValueError(f"there are no times to plot: {self.unread}")
         figure, axes = _figures.panels(2.8)
         spans = drawn_once([span for span in self.replay.spans if span.stream != IN_HOST])
         lanes = {name: at for name, at in LANES.items() if at >= 0 or self.replay.transfers}
@@ -170,7 +175,8 @@ class Report(Printed, Measurement):
 
     def table(self) -> Table:
         largest = sorted(self.traffic, key=lambda one: -one.total_bytes)[:LARGEST_SHOWN]
-        shown = [title for title in TRAFFIC_EXPLAINED if self.gpu or title not in TIME_COLUMNS]
+        timed = self.step_seconds is not None
+        shown = [title for title in TRAFFIC_EXPLAINED if timed or title not in TIME_COLUMNS]
         rows = [dict(zip(TRAFFIC_EXPLAINED, _cells(one), strict=True)) for one in largest]
         return Table(
             shown,
@@ -186,7 +192,8 @@ class Report(Printed, Measurement):
         memory, replay, plan = self.memory, self.replay, self.plan
         stage = f"ZeRO stage {plan.stage}, " if plan else ""
         stage += f"{groups_text(plan.groups)}, " if plan and plan.is_grouped else ""
-        kinds = "".join(f", {kind} {human_bytes(sent)}" for kind, sent in self.totals.items())
+        totals = {} if self.unread else self.totals
+        kinds = "".join(f", {kind} {human_bytes(sent)}" for kind, sent in totals.items())
         between = f"; {human_bytes(self.network_bytes)} between hosts" * bool(self.network_bytes)
         lines = [
             f"{stage}{self.devices} devices ({self.gpu.name if self.gpu else self.backend})",
@@ -203,7 +210,7 @@ class Report(Printed, Measurement):
             lines += _offload.told_of_pool(self.pinned)
         elif self.backend == "cpu" and plan is not None and plan.offloads:
             lines.append("host memory        is counted as the device's: CPUs have one memory")
-        if self.gpu:
+        if self.step_seconds is not None:
             waits = f", waiting for the host {human_time(replay.waited)}" * bool(replay.transfers)
             lines.append(
                 f"modelled step      {human_time(replay.step)}: compute "
@@ -217,7 +224,7 @@ class Report(Printed, Measurement):
             names = ", ".join(replay.unknown_loops[:3])
             lines.append(f"loops of unknown length are counted once: {names}")
         lines += [f"layers             {text}" for text in self.layers]
-        lines += [f"warning: {text}" for text in self.warnings]
+        lines += [f"warning: {text}" for text in (*self.warnings, self.unread) if text]
         return lines if plan is None else [*lines, self._verdict(plan.stage)]
 
     def _verdict(self, stage: int) -> str:
@@ -225,7 +232,7 @@ class Report(Printed, Measurement):
         count = len(self._findings)
         if not count:
             return f"keeps the contract of stage {stage}"
-        if _contract.UNNAMED in self._findings:
+        if self.unread or _contract.UNNAMED in self._findings:
             return f"the contract of stage {stage} cannot be checked: report.check() says why"
         ways = "1 way" if count == 1 else f"{count} ways"
         return f"breaks the contract of stage {stage} in {ways}: report.check()"
@@ -273,12 +280,14 @@ def _over_limits(
 ) -> Iterator[str]:
     """Finds where a step exceeds the limits that a user gave."""
     peak, at_most = report.memory.peak, report.plan is not None and report.plan.stage == 3
-    if max_peak_bytes is not None and peak > max_peak_bytes:
+    if peak is None and max_peak_bytes is not None:
+        yield f"the peak, to hold against max_peak_bytes={human_bytes(max_peak_bytes)}, is unknown."
+    elif peak is not None and max_peak_bytes is not None and peak > max_peak_bytes:
         yield (
             f"the peak is {human_bytes(peak)} per device, above max_peak_bytes="
             f"{human_bytes(max_peak_bytes)}. Use {LESS_MEMORY[at_most]}."
         )
-    if min_overlap is not None and report.overlap is None:
+    if min_overlap is not None and report.overlap is None and not report.unread:
         yield "min_overlap= needs modelled times. Pass gpu='H100' to audit, or compile for GPUs."
     elif min_overlap is not None and report.overlap is not None and report.overlap < min_overlap:
         yield (

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import types
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,6 +29,7 @@ from zerojax.tools._hlo import gpus as _known
 
 SUFFIX = ".zerojax"
 MOST_BYTES = 2**28  # of all files; a step of a 7.5B GPT takes less than 0.2 MB
+SIZES = ("argument", "output", "alias", "temp", "host_temp")
 COMPILERS = ["jaxlib"]
 COMPILERS += [f"jax-{cuda}-{part}" for cuda in ("cuda12", "cuda13") for part in ("plugin", "pjrt")]
 
@@ -40,8 +42,7 @@ class KeptProgram:
     """The parts of a compiled step that an audit reads."""
 
     text: str
-    temp_size_in_bytes: int
-    host_temp_size_in_bytes: int
+    sizes: Mapping[str, int]
     warnings: list[str]
     recipe: Recipe | None = None
     written: tuple[str, ...] = ()
@@ -49,8 +50,8 @@ class KeptProgram:
     def as_text(self) -> str:
         return self.text
 
-    def memory_analysis(self) -> "KeptProgram":
-        return self
+    def memory_analysis(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(**self.sizes)
 
 
 @contextlib.contextmanager
@@ -82,8 +83,8 @@ def compiled(
         executable, warnings = _audit.compiled(lowered)
         stats = executable.memory_analysis()
         assert stats is not None, "XLA's compilers for CPUs and GPUs count memory"
-        sizes = stats.temp_size_in_bytes, stats.host_temp_size_in_bytes
-        program = KeptProgram(executable.as_text() or "", *sizes, warnings)
+        sizes = {f"{name}_size_in_bytes": getattr(stats, f"{name}_size_in_bytes") for name in SIZES}
+        program = KeptProgram(executable.as_text() or "", sizes, warnings)
         _write(file, program)
     written = _audit.written(step, args, plan.mesh.devices.flat[0])
     return dataclasses.replace(program, recipe=step.recipe, written=written)

@@ -12,7 +12,8 @@ from zerojax._plan import offload as _offload
 from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._step.step_options import LAYERS, MICROBATCHES
-from zerojax._table import Printed, Table, human_bytes, human_time
+from zerojax._table import Printed, Table, human_bytes, human_time, total
+from zerojax._types import Number
 from zerojax.tools._audit.report import Report
 from zerojax.tools._forecast import network as _network
 from zerojax.tools._hlo import gpus as _known
@@ -21,7 +22,7 @@ from zerojax.tools._hlo.gpus import Gpu
 GIB, MS = 2**30, 1e-3
 WAITING = "#b2ab8c"
 DERIVED = ("fits", "spare", "rows", "wire_bytes", "examples_per_second", "tokens_per_second")
-DERIVED += ("tflops", "mfu")
+DERIVED += ("tflops", "mfu", "unread")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Case:
       `activations` (with the gathered weights) are parts of it. `on_host` rests in host memory,
       `pinned` in that of a host, for all of its GPUs.
     - Times are modelled seconds of one step; in `waited_seconds` it waits for the host's memory.
+    - Figures of a program that zerojax could not read are None; `unread` says why.
     - `matmuls` are the dtypes that the step multiplies in; `wide_matmuls` says how many FLOPs are
       in float32 beside narrower ones and where most of these are, or that the GPU lacks the
       model's dtype.
@@ -54,8 +56,8 @@ class Case:
     tokens: int | None = None
     parameters: int = 0
     optimizer: int = 0
-    gradients: int = 0
-    activations: int = 0
+    gradients: Number = 0
+    activations: Number = 0
     formula: int = 0
     peak: int = 0
     usable: int = 0
@@ -63,13 +65,13 @@ class Case:
     pinned: int = 0
     matmuls: tuple[str, ...] = ()
     wide_matmuls: str = ""
-    link_bytes: float = 0.0
-    network_bytes: float = 0.0
+    link_bytes: Number = 0.0
+    network_bytes: Number = 0.0
     flops: float = 0.0
-    compute_seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    waited_seconds: float = 0.0
-    step_seconds: float = 0.0
+    compute_seconds: Number = 0.0
+    exposed_seconds: Number = 0.0
+    waited_seconds: Number = 0.0
+    step_seconds: Number = 0.0
     report: Report | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -79,6 +81,10 @@ class Case:
     @property
     def kind(self) -> Gpu:
         return _known.parse_count(self.gpus)[1]
+
+    @property
+    def unread(self) -> str:
+        return self.report.unread if self.report else ""
 
     @property
     def fits(self) -> bool:
@@ -94,32 +100,37 @@ class Case:
         return self.examples // self.count
 
     @property
-    def wire_bytes(self) -> float:
-        return self.link_bytes + self.network_bytes
+    def wire_bytes(self) -> Number:
+        return total(self.link_bytes, self.network_bytes)
 
     @property
-    def examples_per_second(self) -> float:
+    def stalled_seconds(self) -> Number:
+        """The time in which compute waits, for communication and for the host."""
+        return total(self.exposed_seconds, self.waited_seconds)
+
+    @property
+    def examples_per_second(self) -> Number:
         return self._each_second(self.examples)
 
     @property
-    def tokens_per_second(self) -> float | None:
+    def tokens_per_second(self) -> Number:
         return None if self.tokens is None else self._each_second(self.tokens)
 
     @property
-    def tflops(self) -> float:
+    def tflops(self) -> Number:
         """The FLOPs that the model needs, as each GPU does them, in 1e12 a second."""
-        return self._each_second(self.flops) / 1e12
+        return self._each_second(self.flops / 1e12)
 
     @property
-    def mfu(self) -> float:
-        return self._each_second(self.flops) / self.kind.flops
+    def mfu(self) -> Number:
+        return self._each_second(self.flops / self.kind.flops)
 
     @property
     def in_layers(self) -> str:
         return ", layers" if self.order == LAYERS and self.accumulate > 1 else ""
 
-    def _each_second(self, count: float) -> float:
-        return count / self.step_seconds if self.step_seconds else 0.0
+    def _each_second(self, count: float) -> Number:
+        return self.step_seconds and count / self.step_seconds  # 0 of what was not compiled
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all but the report, as JSON has it."""
@@ -195,7 +206,7 @@ class Forecast(Printed):
 
     @property
     def best(self) -> Case | None:
-        fit = (case for case in self.cases if case.fits)
+        fit = [case for case in self.cases if case.fits and case.step_seconds is not None]
         return min(fit, key=lambda case: case.step_seconds, default=None)
 
     def to_dict(self) -> dict[str, object]:
@@ -243,7 +254,10 @@ class Forecast(Printed):
             shown,
             self.cases,
             title=["; ".join(title)],
-            notes=[self._advice()],
+            notes=[
+                *dict.fromkeys(filter(None, (case.unread for case in self.cases))),
+                self._advice(),
+            ],
             right=("stage", "accumulate"),
             flexible=("remat",),
             keys=3,
@@ -251,6 +265,8 @@ class Forecast(Printed):
 
     def _advice(self) -> str:
         best = self.best
+        if best is None and any(case.fits for case in self.cases):
+            return "The fastest that fits is unknown."
         if best is None:
             least = min(self.cases, key=lambda case: case.peak)
             return (
@@ -297,7 +313,7 @@ def draw_memory(
 ) -> None:
     """Draws bars stacked up to the peak; bytes of no other kind count as activations."""
     fields = {PARAMS: "parameters", OPT_STATE: "optimizer", GRADS: "gradients"}
-    uses = {use: [getattr(case, field) for case in cases] for use, field in fields.items()}
+    uses = {use: [getattr(case, field) or 0 for case in cases] for use, field in fields.items()}
     named = [sum(nbytes) for nbytes in zip(*uses.values(), strict=True)]
     uses[ACTIVATIONS] = [case.peak - known for case, known in zip(cases, named, strict=True)]
     parts = {TITLES[use]: (colours[use], nbytes) for use, nbytes in uses.items()}
@@ -313,11 +329,12 @@ def draw_memory(
 
 def _draw_times(axes: PlotAxes, cases: Sequence[Case]) -> None:
     parts = {
-        "compute": ("0.75", [case.compute_seconds for case in cases]),
-        "exposed communication": (_figures.EXPOSED, [case.exposed_seconds for case in cases]),
-        "waiting for the host": (WAITING, [case.waited_seconds for case in cases]),
+        "compute": ("0.75", [case.compute_seconds or 0 for case in cases]),
+        "exposed communication": (_figures.EXPOSED, [case.exposed_seconds or 0 for case in cases]),
+        "waiting for the host": (WAITING, [case.waited_seconds or 0 for case in cases]),
     }
-    _draw_bars(axes, parts, MS, [f"{case.step_seconds / MS:,.0f}" for case in cases])
+    steps = [case.step_seconds for case in cases]
+    _draw_bars(axes, parts, MS, ["-" if step is None else f"{step / MS:,.0f}" for step in steps])
     axes.set_xlabel("ms per step, modelled")
 
 

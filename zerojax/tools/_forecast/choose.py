@@ -192,7 +192,7 @@ CHOICE_COLUMNS = {
     "": (lambda one: str(one.way), str),
     "at least": (attrgetter("estimate"), human_time),
     "step": (attrgetter("case.step_seconds"), human_time),
-    "exposed": (lambda one: one.case.exposed_seconds + one.case.waited_seconds, human_time),
+    "exposed": (attrgetter("case.stalled_seconds"), human_time),
     "tokens/s": (attrgetter("case.tokens_per_second"), "{:,.0f}".format),
     "MFU": (attrgetter("case.mfu"), "{:.1%}".format),
     "peak": (attrgetter("case.peak"), human_bytes),
@@ -219,7 +219,7 @@ class Choice(Printed):
     def compiled(self) -> list[Tried]:
         """The ways that were compiled, those that fit first, the fastest before the others."""
         compiled = [one for one in self.tried if one.case is not None]
-        return sorted(compiled, key=lambda one: (not one.case.fits, one.case.step_seconds))
+        return sorted(compiled, key=lambda one: (not one.case.fits, _seconds(one.case)))
 
     @property
     def best(self) -> Tried | None:
@@ -234,7 +234,7 @@ class Choice(Printed):
 
     def _first(self, exact: bool) -> Tried | None:
         fit = (one for one in self.compiled if one.case.fits and one.way.is_exact == exact)
-        return next(fit, None)
+        return next((one for one in fit if one.case.step_seconds is not None), None)
 
     def python(self, way: WayToTrain) -> str:
         """Returns the lines that train so."""
@@ -287,6 +287,7 @@ class Choice(Printed):
         )
 
     def _advice(self) -> Iterator[str]:
+        yield from dict.fromkeys(one.case.unread for one in self.compiled if one.case.unread)
         best, lossy = self.best, self.best_quantized
         if best is lossy is None:
             least = human_bytes(min(one.peak for one in self.tried))
@@ -372,6 +373,11 @@ def choose(
     return Choice(gpus, work.options, tried, is_nnx=is_of_nnx(loss_fn))
 
 
+def _seconds(case: Case) -> float:
+    """Returns the time of a step; of one that is unknown, more than any."""
+    return math.inf if case.step_seconds is None else case.step_seconds
+
+
 class Search:
     """Ranks all ways by the time that they take at least, and compiles those that may be the
     fastest."""
@@ -419,7 +425,7 @@ class Search:
                     families.setdefault(one.family, []).append(one)
             for family in itertools.islice(families.values(), most):
                 fits = (case for case in self.compiled.values() if case.fits)
-                fastest = min((case.step_seconds for case in fits), default=math.inf)
+                fastest = min(map(_seconds, fits), default=math.inf)
                 peak = math.inf if family[0].estimate < FASTER * fastest else 0
                 for one in family:  # the next one needs less memory, until one fits
                     if one.peak < peak and len(self.compiled) < MOST_COMPILED:
@@ -445,6 +451,8 @@ class Search:
         """Returns the least that a way takes, by the step of its loss at stage 3 over all GPUs."""
         first = self.case(WayToTrain(way.variant))
         assert first.report is not None, "it was compiled here"
+        if first.unread:
+            raise ValueError(f"choose has no times to compare: {first.unread}")
         totals, gathered = first.report.totals, first.report.memory.gathered
         weights, grads = totals.get("all-gather", 0) / 2, totals.get("reduce-scatter", 0)
         plan, at_stage_3 = self.plan_of(way), self.plan_of(WayToTrain())

@@ -21,6 +21,7 @@ from zerojax._progress import hinting, progress
 from zerojax._state import hints as _hints, refusals as _refusals
 from zerojax._step.step import Step, train_step
 from zerojax._step.step_options import MICROBATCHES, ORDERS, TrainOptions
+from zerojax._table import total
 from zerojax._types import PyTree
 from zerojax._wire.codecs import Quantized
 from zerojax.tools._audit import audit as _audit
@@ -309,7 +310,7 @@ class Workload:
         formula = sum(plan.bytes_per_device().values()) + plan.gradient_bytes() + plan.kept_bytes()
         memory, times = report.memory, ("compute", "exposed", "waited", "step")
         sizes = "parameters", "optimizer", "gradients", "peak"
-        measured = "pinned", "matmuls", "wide_matmuls", "network_bytes"
+        measured = "pinned", "matmuls", "wide_matmuls", "network_bytes", "link_bytes"
         return Case(
             gpus=self.gpus,
             stage=plan.stage,
@@ -318,16 +319,15 @@ class Workload:
             order=order,
             examples=next(leaf.shape[0] for leaf in leaves if leaf.shape),
             tokens=self.options.tokens or next(integers, None),
-            activations=memory.activations + memory.gathered,
+            activations=total(memory.activations, memory.gathered),
             formula=formula,
             usable=self.gpu.usable,
             on_host=memory.on_host + memory.host_kept,
-            link_bytes=report.wire_bytes - report.network_bytes,
             flops=flops,
             report=report,
             **{name: getattr(memory, name) for name in sizes},
             **{name: getattr(report, name) for name in measured},
-            **{f"{name}_seconds": getattr(report.replay, name) for name in times},
+            **{f"{name}_seconds": report.modelled(getattr(report.replay, name)) for name in times},
         )
 
 

@@ -261,6 +261,8 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
     def compiled(name: str, gpus: str, stage: int, rows: int) -> Case:
         one = work(name, gpus, rows)
         case = one.case("", stage, one.options.accumulate, one.options.order)
+        if case.unread:
+            raise ValueError(case.unread)
         return dataclasses.replace(case, examples=rows * case.count, report=None)
 
     def cell(name: str, gpus: str, stage: int, rows: int | str) -> Case:

@@ -22,6 +22,26 @@ _CALLED = re.compile(
     r"true_computation|false_computation)=(\{[^}]*\}|%[\w.\-]+)"
 )
 _TABLE = re.compile(r"^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n)+)", re.MULTILINE)
+_NO_CODE = re.compile(r"HloModule|\}|\w+$|\d+ ")  # headers, ends, and tables of positions
+_KNOWN_TYPE = re.compile(r"pred|token|opaque|(?:bf|[fsuc])\d+\w*")
+_GROUPS = re.compile(r"replica_groups=(?:\{[\d,{}]*\}|\[[\d,]+\]<=\[|mesh\[)")
+# Those of XLA; any may be the start or the end of an asynchronous pair.
+_OPCODE = re.compile(
+    "(?:abs|acos|acosh|add|add-dependency|after-all|all-gather|all-reduce|all-to-all|and|asin|asinh|"
+    "async|atan2|atanh|batch-norm-grad|batch-norm-inference|batch-norm-training|bitcast|"
+    "bitcast-convert|broadcast|call|cbrt|ceil|cholesky|clamp|collective-broadcast|"
+    "collective-permute|compare|complex|concatenate|conditional|constant|convert|convolution|"
+    "copy|cosine|cosh|count-leading-zeros|custom-call|divide|domain|dot|dynamic-reshape|"
+    "dynamic-slice|dynamic-update-slice|erf|exponential|exponential-minus-one|fft|floor|fusion|"
+    "gather|get-dimension-size|get-tuple-element|imag|infeed|iota|is-finite|log|log-plus-one|"
+    "logistic|map|maximum|minimum|multiply|negate|not|opt-barrier|or|outfeed|pad|parameter|"
+    "partition-id|popcnt|power|ragged-all-to-all|real|recv|reduce|reduce-precision|"
+    "reduce-scatter|reduce-window|remainder|replica-id|reshape|reverse|rng|rng-bit-generator|"
+    "rng-get-and-update-state|round-nearest-afz|round-nearest-even|rsqrt|scatter|select|"
+    "select-and-scatter|send|set-dimension-size|shift-left|shift-right-arithmetic|"
+    "shift-right-logical|sign|sine|sinh|slice|sort|sqrt|subtract|tan|tanh|topk|transpose|"
+    "triangular-solve|tuple|while|xor)(?:-start|-update|-done)?"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +219,11 @@ def _closing(text: str) -> int:
 
 
 class Module:
-    """A parsed module: `computations[name][instruction name]`, in scheduled order."""
+    """A parsed module: `computations[name][instruction name]`, in scheduled order.
+
+    Newer XLA may write what this does not know. `unread` says which line, and why; if that leaves a
+    hole in the program, the module has no instructions.
+    """
 
     def __init__(self, text: str) -> None:
         if not text.lstrip().startswith("HloModule"):
@@ -211,34 +235,48 @@ class Module:
         self.header = text.lstrip().split("\n", 1)[0]
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.roots: dict[str, Instruction] = {}
-        self.entry = ""
-        self._parse()
+        self.entry = self.unread = ""
+        try:
+            self._parse()
+            self._check()
+        except ValueError as error:
+            self.unread = self.unread or str(error)
+            nothing = Instruction("", "", "()", "tuple", "", "", [])
+            self.entry, self.computations, self.roots = "", {"": {"": nothing}}, {"": nothing}
+
+    def _check(self) -> None:
         if not self.entry:
-            raise ValueError("the HLO text has no ENTRY computation: was it cut off?")
+            raise ValueError("it has no ENTRY computation, as if it were cut off")
         if rootless := self.computations.keys() - self.roots.keys():
-            raise _damaged(f"computation {min(rootless)} has no ROOT")
+            raise ValueError(f"computation {min(rootless)} has no ROOT")
         every = [one for part in self.computations.values() for one in part.values()]
         calls = [(one.name, called) for one in every for called in one.called]
         if lost := [call for call in calls if call[1] not in self.computations]:
-            raise _damaged("{} calls {}, which is nowhere".format(*lost[0]))
+            raise ValueError("{} calls {}, which is nowhere".format(*lost[0]))
 
     def _parse(self) -> None:
         name = ""
         for number, line in enumerate(self.text.splitlines(), start=1):
             if line.startswith("}"):
                 name = ""
-            elif name and (match := _STATEMENT.match(line)):
-                try:
-                    self._add(name, *match.groups())
-                except ValueError as error:
-                    raise _damaged(f"line {number}, {line.strip()[:60]!r}: {error}") from None
             elif match := _COMPUTATION.match(line):
                 name = match[2]
                 self.computations[name] = {}
                 self.entry = name if match[1] else self.entry
+            elif line.strip() and (name or not _NO_CODE.match(line)):
+                where = f"line {number}, {line.strip()[:60]!r}"
+                try:
+                    why = self._add(name, line)
+                except ValueError as error:
+                    raise ValueError(f"{where}: {error}") from None
+                self.unread = self.unread or (why and f"{where}: {why}")
 
-    def _add(self, computation: str, root: str | None, name: str, text: str) -> None:
-        """Parses what follows `name =`; raises `ValueError` for lines that are damaged."""
+    def _add(self, computation: str, line: str) -> str:
+        """Parses an instruction, and returns what of it is not known; raises `ValueError` where a
+        line is none."""
+        if not computation or not (match := _STATEMENT.match(line)):
+            raise ValueError("it is no instruction")
+        root, name, text = match.groups()
         type_end = _closing(text) + 1 if text.startswith("(") else text.find(" ")
         opcode, _, rest = text[type_end:].lstrip().partition("(")
         end = _closing("(" + rest) - 1
@@ -259,6 +297,7 @@ class Module:
         instructions[name] = one
         if root:
             self.roots[computation] = one
+        return _unknown(one)
 
     def results(self, computation: str) -> list[Instruction]:
         """Returns the instructions that make the root's value: a tuple's members, or the root."""
@@ -285,6 +324,7 @@ class Module:
     def aliases(self) -> dict[int, int]:
         """The outputs that reuse the memory of a donated parameter: {output: parameter}."""
         pairs = re.findall(r"\{(\d*)\}: \((\d+), \{[\d,]*\}, (?:may|must)-alias\)", self.header)
+        pairs = pairs if self.entry else []
         return {int(output or 0): int(parameter) for output, parameter in pairs}
 
     def source(self, instruction: Instruction, skip: re.Pattern) -> str | None:
@@ -318,5 +358,12 @@ def _numbers(row: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(\d+)", row))
 
 
-def _damaged(what: str) -> ValueError:
-    return ValueError(f"the HLO text is damaged: {what}. Write it again with compiled.as_text().")
+def _unknown(one: Instruction) -> str:
+    """Returns what zerojax does not know of an instruction, without which no figure is right."""
+    dtypes = [array.dtype for array in one.arrays if not _KNOWN_TYPE.fullmatch(array.dtype)]
+    if not _OPCODE.fullmatch(one.opcode):
+        return f"its opcode, {one.opcode}, is not known"
+    if dtypes or (not one.arrays and one.type != "()"):
+        return f"its type, {(dtypes or [one.type])[0][:30]}, is not known"
+    groups = "replica_groups=" in one.attributes and not _GROUPS.search(one.attributes)
+    return "its replica_groups are not known" if groups else ""
