@@ -1,13 +1,14 @@
 """Flax nnx models and their loop on one device."""
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from tests import draw
+
 ROWS, WIDTH = 64, 32
 EPS = 1e-4
-BATCH = jax.random.normal(jax.random.key(1), (ROWS, 16))
+BATCH = draw.normal(1, ROWS, 16)
 
 
 class Net(nnx.Module):

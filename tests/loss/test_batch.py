@@ -9,10 +9,11 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, PartitionSpec as P
 
 import zerojax
+from tests import draw
 from tests.conftest import make_mesh
 from tests.reference import assert_close
 
-PARAMS = {"w": jax.random.normal(jax.random.key(0), (12, 16)) / 4, "out": jnp.ones((16, 4)) / 8}
+PARAMS = {"w": draw.normal(0, 12, 16) / 4, "out": jnp.ones((16, 4)) / 8}
 DRAWN = np.random.default_rng(0)
 # Six steps of 32 examples, one label for each, and a table for the labels that all share.
 BATCH = {

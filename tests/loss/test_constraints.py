@@ -11,14 +11,14 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import zerojax
+from tests import draw
 from tests.conftest import make_mesh
 from tests.reference import assert_close
 
 BATCH = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
-KEYS = jax.random.split(jax.random.key(0))
 PARAMS = {
-    "in": jax.random.normal(KEYS[0], (8, 16)),
-    "stack": 0.2 * jax.random.normal(KEYS[1], (3, 16, 16)),
+    "in": draw.normal(0, 8, 16),
+    "stack": 0.2 * draw.normal(1, 3, 16, 16),
 }
 MESH = make_mesh(4)
 PLAN = zerojax.plan({"params": PARAMS}, mesh=MESH)

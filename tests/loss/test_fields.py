@@ -11,9 +11,10 @@ from flax.training.train_state import TrainState
 from jax import lax
 
 import zerojax
+from tests import draw
 from tests.conftest import is_here, make_mesh
 
-W = {"w": jax.random.normal(jax.random.key(0), (16, 8)) / 4}
+W = {"w": draw.normal(0, 16, 8) / 4}
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 BIG = 2**24  # the first integer whose successor float32 does not hold
 

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import pytest
 
 import zerojax
+from tests import draw
 from tests.conftest import make_mesh
 from tests.reference import assert_close
 
-W = {"w": jax.random.normal(jax.random.key(0), (16, 2)) / 4}
-X = jax.random.normal(jax.random.key(1), (32, 16))
+W = {"w": draw.normal(0, 16, 2) / 4}
+X = draw.normal(1, 32, 16)
 PLAN = zerojax.plan((W, ()), mesh=make_mesh(4))
 PARTS = r"itself \(jax.grad\), .* its own part .*jnp.mean, .*: jax.lax.pmean\(jax.grad.*, 'data'\)"
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import zerojax
+from tests import draw
 from tests.reference import assert_close
 
-PARAMS = {"w": jax.random.normal(jax.random.key(0), (16, 16))}
-X = jax.random.normal(jax.random.key(1), (32, 16))
+PARAMS = {"w": draw.normal(0, 16, 16)}
+X = draw.normal(1, 32, 16)
 # Very uneven: whole shards, and whole microbatches, without a single true element.
 MASK = jnp.arange(32) % 7 < jnp.arange(32) // 9
 BATCH = {"x": X, "mask": MASK, "other": jnp.arange(32) < 3}

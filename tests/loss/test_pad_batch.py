@@ -9,11 +9,12 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from tests import draw
 from tests.conftest import make_mesh
 from tests.reference import assert_close
 
 DRAWN = np.random.default_rng(0)
-PARAMS = {"w": jax.random.normal(jax.random.key(0), (13, 5)) / 4, "out": jnp.ones(5) / 3}
+PARAMS = {"w": draw.normal(0, 13, 5) / 4, "out": jnp.ones(5) / 3}
 DATA = {
     "x": DRAWN.normal(size=(77, 13)).astype(np.float32),
     "y": DRAWN.uniform(0.5, 2.0, 77).astype(np.float32),

@@ -9,21 +9,21 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from tests import draw
 from tests.collectives import collectives
 from tests.conftest import make_mesh
 from zerojax import manual
 
 LAYERS, DIM = 4, 16
-KEYS = jax.random.split(jax.random.key(0), 3)
 PARAMS = {
-    "embed": jax.random.normal(KEYS[0], (32, DIM)),
+    "embed": draw.normal(0, 32, DIM),
     "layers": {
-        "w": jax.random.normal(KEYS[1], (LAYERS, DIM, DIM)) / 4,
+        "w": draw.normal(1, LAYERS, DIM, DIM) / 4,
         "odd": jnp.ones((LAYERS, 1)),  # too short to be padded
     },
     "step": jnp.arange(LAYERS),
 }
-TOKENS = jax.random.randint(KEYS[2], (12, 5), 0, 32)
+TOKENS = draw.integers(2, 32, 12, 5)
 
 
 def whole_loss(params, tokens, scan=jax.lax.scan, gather=lambda x: x, **options):

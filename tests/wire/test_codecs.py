@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import zerojax
+from tests import draw
 from zerojax import Quantized
 from zerojax._wire.codecs import NOISE
 
 ROWS, COLUMNS = 32, 1024
-NORMAL = jax.random.normal(jax.random.key(0), (ROWS, COLUMNS))
+NORMAL = draw.normal(0, ROWS, COLUMNS)
 CODECS = [
     *map(Quantized, ("int8", "int4", "float8_e4m3fn", "float8_e5m2")),
     Quantized("int4", block=64),

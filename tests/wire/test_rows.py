@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import zerojax
+from tests import draw
 from tests.collectives import collectives
 from tests.conftest import make_mesh
 from tests.reference import assert_close
@@ -38,10 +39,9 @@ READS = {
     "narrow_on_its_way": lambda table, t: table.astype("bfloat16").astype("float32")[t],
 }
 SHAPES = {"matrices": (VOCAB, 4, 8), "padded": (VOCAB - 3, DIM), "by_columns": (VOCAB - 1, DIM)}
-KEYS = dict(zip(READS, jax.random.split(jax.random.key(0), len(READS)), strict=True))
-PARAMS = {n: jax.random.normal(k, SHAPES.get(n, (VOCAB, DIM))) for n, k in KEYS.items()}
+PARAMS = {n: draw.normal(seed, *SHAPES.get(n, (VOCAB, DIM))) for seed, n in enumerate(READS)}
 SIZES = {VOCAB * DIM, *(np.prod(shape) for shape in SHAPES.values())}
-TOKENS = jax.random.randint(jax.random.key(1), (EVERY,), 0, VOCAB - 4)
+TOKENS = draw.integers(1, VOCAB - 4, EVERY)
 
 
 def loss(params, t):
