@@ -23,9 +23,10 @@ def grad_of(loss, params, order, devices=4, **options):
 
 
 def both(loss, params, *args, **options):
-    """What both orders give."""
-    orders = ("layers", "microbatches")
-    return [jax.jit(grad_of(loss, params, order, **options))(params, *args) for order in orders]
+    """What both orders give, in one program: it compiles in less time than two."""
+    grads = [grad_of(loss, params, order, **options) for order in ("layers", "microbatches")]
+    run = jax.jit(lambda at, *args: jax.lax.switch(at, grads, *args))
+    return [run(at, params, *args) for at in range(2)]
 
 
 def rich_loss(params, batch, rng):
