@@ -18,12 +18,10 @@ TX = optax.adam(1e-2)
 
 
 def make_params():
-    keys = jax.random.split(jax.random.key(0), 3)
+    draw = np.random.default_rng(1)
     shapes = {"layers": {"w": (3, 16, 16), "b": (3, 16)}, "out": (16, 8)}
     shapes, treedef = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
-    return treedef.unflatten(
-        [jax.random.normal(k, s) / 4 for k, s in zip(keys, shapes, strict=True)]
-    )
+    return treedef.unflatten([jnp.asarray(draw.normal(size=s) / 4, jnp.float32) for s in shapes])
 
 
 def rows():
@@ -51,7 +49,6 @@ def planned(tree, groups, rule, is_param):
 
 
 def main(stage):
-    jax.config.update("jax_num_cpu_devices", 4)
     mesh = jax.make_mesh((4,), AXES, axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     rule, groups = Rule(mesh, AXES, {}, 0, False), groups_of(stage, AXES)
     params, x = make_params(), rows()
@@ -88,4 +85,6 @@ def main(stage):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    jax.config.update("jax_num_cpu_devices", 4)
+    for number in sys.argv[1:]:
+        main(int(number))
