@@ -281,6 +281,16 @@ def is_gpu(device: Device) -> bool:
     return device.platform in ("gpu", "cuda", "rocm")
 
 
+def is_tpu(device: Device) -> bool:
+    """Whether a device is a TPU, be it one of `zerojax.aot`."""
+    return device.platform == "tpu"
+
+
+def overlaps(device: Device) -> bool:
+    """Whether XLA runs all-gathers beside compute: on GPUs and, of TPUs, on a v5e only."""
+    return is_gpu(device) or (is_tpu(device) and "v5 lite" in device.device_kind)
+
+
 def is_nvidia_gpu(device: Device) -> bool:
     """Whether a device is a GPU, and by its name not one of AMD's."""
     return is_gpu(device) and device.platform != "rocm"
@@ -401,7 +411,14 @@ def fetched(value: Array) -> Array:
 
     A sharding constraint that names another memory moves nothing and says nothing.
     """
-    return jax.device_put(value, DEVICE) if is_on_host(value) else value
+    if not is_on_host(value):
+        return value
+    device = getattr(jax.typeof(value).sharding.mesh, "abstract_device", None)
+    if isinstance(value, Tracer) and getattr(device, "platform", "") == "tpu":
+        # XLA:TPU drops a copy that directly follows an optimization barrier, as in the backward
+        # pass of `jax.checkpoint`, and then refuses the program (E1200). Of a reshape it keeps it.
+        return jax.device_put(value[None], DEVICE)[0]
+    return jax.device_put(value, DEVICE)
 
 
 def stored(value: Array) -> Array:

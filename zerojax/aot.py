@@ -1,4 +1,4 @@
-"""Meshes of GPUs that this machine lacks: XLA compiles for them, but nothing runs on them.
+"""Meshes of GPUs and TPUs that this machine lacks: XLA compiles for them; nothing runs on them.
 
 mesh = zerojax.aot.mesh("64xH100")
 plan = zerojax.plan(make_state, stage=3, mesh=mesh)
@@ -9,6 +9,7 @@ compiled = step.lower(plan.abstract(), batch).compile()
 import functools
 import importlib.metadata
 import importlib.util
+import math
 import os
 import pathlib
 import shutil
@@ -28,6 +29,18 @@ from zerojax._types import Device, PyTree, is_key
 from zerojax.tools._hlo import gpus as _gpus
 
 PER_HOST = 8
+# The slices that Google Cloud rents, by XLA's names for the chips. A chip is one device.
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_DEEP = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
+TPUS = {"v5e": _FLAT, "v6e": _FLAT, "v5p": _DEEP}
+ONE_HOST = 8  # flat slices of as many chips are one host; all others have 4 chips a host
+# Without these, libtpu asks Google Cloud which machine this is, and refuses a second process.
+TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 
 
 def mesh(
@@ -37,35 +50,48 @@ def mesh(
     *,
     per_host: int = PER_HOST,
 ) -> Mesh:
-    """Makes a mesh of GPUs to compile for, such as "64xH100"; pass it wherever a mesh goes.
+    """Makes a mesh to compile for, of GPUs such as "64xH100" or a slice of TPUs such as "v5e:2x4";
+    pass it wherever a mesh goes.
 
     Arguments:
         gpus: how many of which GPU: T4, L4, L40S, A10G, RTX4090, RTX5090, V100-16GB, V100-32GB,
             A100-40GB, A100-80GB, H20, H100, H200, B200, B300, or the superchips GH200, GB200 and
-            GB300. `docs/gpus.md` says what is known of each.
+            GB300. `docs/gpus.md` says what is known of each. Or TPUs v5e, v5p or v6e and the shape
+            of their slice: `docs/tpus.md`.
         shape, axis_names: as in `jax.make_mesh`; by default one axis, `data`, over all of them.
-        per_host: the number of GPUs on a host; fewer GPUs than that are on one host.
+        per_host: the number of GPUs on a host; fewer GPUs than that are on one host. The hosts of
+            TPUs follow from their slice.
 
     Example:
         >>> mesh = zerojax.aot.mesh("64xH100", shape=(8, 8), axis_names=("replica", "data"))
         >>> print(dict(mesh.shape), mesh.devices.flat[0].device_kind)  # doctest: +ELLIPSIS
         {'replica': 8, 'data': 8} NVIDIA H100...
     """
-    count, gpu = _gpus.parse_count(gpus)
-    if not isinstance(per_host, int) or per_host < 1 or count % min(count, per_host):
-        raise ValueError(
-            f"{count} GPUs do not fill hosts of {per_host!r}. Pass a multiple, or per_host=."
-        )
-    local = min(count, per_host)
+    in_slice = isinstance(gpus, str) and any(part in gpus for part in (*TPUS, ":"))
+    if in_slice:
+        count = math.prod(_chips(gpus))
+        if per_host != PER_HOST:
+            raise ValueError(f"the hosts of {gpus} follow from its shape. Leave per_host= out.")
+    else:
+        count, gpu = _gpus.parse_count(gpus)
+        if not isinstance(per_host, int) or per_host < 1 or count % min(count, per_host):
+            raise ValueError(
+                f"{count} GPUs do not fill hosts of {per_host!r}. Pass a multiple, or per_host=."
+            )
+        local = min(count, per_host)
     names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     sizes = (count,) if shape is None else tuple(np.atleast_1d(shape).tolist())
     if int(np.prod(sizes)) != count or len(sizes) != len(names):
         raise ValueError(
-            f"a mesh of shape {sizes} with axes {names} does not hold {count} GPUs. Pass shape= "
-            "with that product, and as many axis_names=."
+            f"a mesh of shape {sizes} with axes {names} does not hold {count} "
+            f"{'TPUs' if in_slice else 'GPUs'}. Pass shape= with that product, and as many "
+            "axis_names=."
         )
+    types = (AxisType.Auto,) * len(names)
+    if in_slice:  # JAX orders them by their links, as on a machine that has them
+        return jax.make_mesh(sizes, names, axis_types=types, devices=_tpus(gpus))
     devices = np.array(_devices(gpu.name, count // local, local)).reshape(sizes)
-    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    return Mesh(devices, names, axis_types=types)
 
 
 def batch(shapes: PyTree, plan: Plan, *, batch_specs: PyTree = None) -> PyTree:
@@ -91,6 +117,33 @@ def batch(shapes: PyTree, plan: Plan, *, batch_specs: PyTree = None) -> PyTree:
     leaves, treedef = jax.tree.flatten(shapes)
     roles = _batch.roles((shapes,), batch_specs, plan.batch_axes)
     return treedef.unflatten(map(placed, leaves, roles))
+
+
+def _chips(name: str) -> tuple[int, ...]:
+    """Returns the shape of a slice of TPUs, such as (2, 4) of "v5e:2x4"."""
+    kind, _, shape = name.partition(":")
+    if shape not in TPUS.get(kind, ()):
+        known = "; ".join(f"{kind} of {', '.join(shapes)}" for kind, shapes in TPUS.items())
+        raise ValueError(
+            f"no facts about a slice of TPUs {name!r}. Write for example 'v5e:2x4'; known: {known}."
+        )
+    return tuple(map(int, shape.split("x")))
+
+
+@functools.cache
+def _tpus(name: str) -> list[Device]:
+    if not _is_installed("libtpu"):
+        raise ModuleNotFoundError(
+            "compiling for TPUs needs a package that is missing here (libtpu). Run: "
+            "pip install 'jax[tpu]'"
+        )
+    jax.devices()  # where there are TPUs, they must not see the variables
+    for variable, value in TPU_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    chips = _chips(name)
+    one_host = len(chips) == 2 and math.prod(chips) <= ONE_HOST
+    hosts = {"chips_per_host_bounds": (*chips, 1)} if one_host else {}
+    return topologies.get_topology_desc(name, platform="tpu", **hosts).devices
 
 
 @functools.cache

@@ -143,7 +143,7 @@ class Step:
     def _options_for(
         self, plan: Plan | None, trace: Callable[[], ClosedJaxpr]
     ) -> _xla_options.XlaOptions:
-        if plan is None or not _compat.is_gpu(device := plan.mesh.devices.flat[0]):
+        if plan is None or (device := plan.mesh.devices.flat[0]).platform == "cpu":
             return {}
         how, jaxpr = self.recipe.options, trace().jaxpr
         updates = not how.needs_all(False) and _in_backward.is_wanted(plan, how.update)

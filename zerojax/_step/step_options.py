@@ -246,7 +246,7 @@ class StepOptions(GradOptions):
     donate: bool = option(True, "give the old state's memory to the new one.")
     compiler_options: Mapping[str, int | bool | str] | None = option(
         None,
-        "as in `jax.jit`; they override those that the step chooses on GPUs.",
+        "as in `jax.jit`; they override those that the step chooses on GPUs and TPUs.",
         check=_compiler_options,
     )
 
@@ -312,11 +312,11 @@ def how_on(
     """Returns how a loss runs on these devices. `gathers` says whether weights rest sharded, and
     the others are as in `How`.
 
-    "auto" prefetches on GPUs, where collectives run beside compute, and where layers stay.
+    "auto" prefetches where all-gathers run beside compute, and where layers stay.
     """
     in_turn = gathers and _xla_options.knows_wires(mesh)
     if prefetch == "auto":
-        prefetch = keep_layers > 1 or _compat.is_gpu(mesh.devices.flat[0])
+        prefetch = keep_layers > 1 or _compat.overlaps(mesh.devices.flat[0])
     return How(
         regather,
         int(prefetch),
