@@ -31,10 +31,10 @@ MERGE_MATMULS = "xla_gpu_dot_merger_threshold_mb"
 HIDE_LATENCY = "xla_gpu_enable_latency_hiding_scheduler"
 KNOWN_SPEEDS = (9, 10)  # the first numbers of compute capabilities
 
-# Where a loop over microbatches sums in float32 the bfloat16 gradients of a vector, such as a norm's
-# scale, this pass of XLA:TPU fails: "RET_CHECK failure ... user->opcode() == HloOpcode::kAdd" (JAX
-# 0.12). XLA writes such a small reduce-scatter as an all-reduce, which the pass takes out of the
-# loop; where steps want that, they reduce after the loop themselves.
+# Where a loop over microbatches sums in float32 the bfloat16 gradients of a vector, such as a
+# norm's scale, this pass of XLA:TPU fails: "RET_CHECK failure ... user->opcode() ==
+# HloOpcode::kAdd" (JAX 0.12). It takes all-reduces out of loops, as which XLA writes such a small
+# reduce-scatter. A step that gains by that reduces after the loop itself.
 DISABLED_PASSES = "xla_disable_hlo_passes"
 FAILING_PASS = "while-loop-all-reduce-code-motion"
 

@@ -146,7 +146,7 @@ def _gathers(report: Measurement, plan: Plan, leaves: Leaves) -> Iterator[str]:
     for one, part, several in found:
         if not several:
             continue
-        leaf, gathered = several[0], part.size * one.group
+        leaf, gathered = several[0], part.size * (1 if one.stands_for else one.group)
         alike = together[leaf.path]
         far = beyond(leaf.update.axes, leaf.near.axes)
         far = far if _is_within(one, far) else ()
@@ -326,9 +326,11 @@ def _of_kinds(report: Measurement, *kinds: str) -> Iterator[Sent]:
 
 
 def _arrays(report: Measurement, kind: str) -> Iterator[tuple[Sent, Array]]:
-    """Yields the arrays that ZeRO's collectives of a kind take."""
-    ours = (one for one in _of_kinds(report, kind) if _is_ours(one, report.plan))
-    return ((one, part) for one in ours for part in one.parts)
+    """Yields the arrays that ZeRO's collectives of a kind take, and the all-reduces that stand for
+    some of that kind."""
+    for one in (one for one in report.traffic if _is_ours(one, report.plan)):
+        kinds = one.stands_for or (one.kind,) * len(one.parts)
+        yield from ((one, part) for part, its in zip(one.parts, kinds, strict=True) if its == kind)
 
 
 def _is_ours(one: Sent, plan: Plan | None) -> bool:

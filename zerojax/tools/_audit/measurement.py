@@ -265,11 +265,19 @@ class Reading:
             dataclasses.replace(
                 one,
                 parts=tuple(self._parts(one)),
+                stands_for=self._stands_for(one),
                 axes=one.axes if self.plan is None else _axes(one.members, self.plan),
                 source=self.module.source(one.instruction, OURS),
             )
             for one in self.collectives
         ]
+
+    def _stands_for(self, one: Sent) -> tuple[str, ...]:
+        """Returns for each operand which collective XLA:TPU has written as an all-reduce."""
+        if one.kind != "all-reduce" or not self.module.is_of_tpu:
+            return ()
+        count = range(len(one.instruction.operands))
+        return tuple(_flow.stands_for(self.module, one.instruction, at) for at in count)
 
     def _parts(self, one: Sent) -> Iterator[Array]:
         """Yields the arrays of a collective, each with the parameters that it belongs to."""

@@ -83,6 +83,9 @@ class Lineage:
             labels = [*moved[: instruction.first_result], *labels]
         elif opcode == "all-gather-start":
             labels = moved * 2
+        elif opcode in ("slice-start", "dynamic-slice-start", "dynamic-update-slice-start"):
+            into = 2 if opcode.startswith("dynamic-update") else 1
+            labels = [*moved, _union(itertools.chain(*operands[:into]))]
         elif opcode.endswith("-start") and opcode != "copy-start":
             labels = []
         elif opcode == "dynamic-update-slice":
@@ -168,6 +171,44 @@ def _summands(
         return before + [(module.roots[name], at) for name, _ in calls if at >= 0]
     count = 1 if MOVED_ON.fullmatch(opcode) else SUMMANDS.get(opcode, 0)
     return [one for operand in operands[:count] for one in operand[:1]]
+
+
+def stands_for(module: Module, reduce: Instruction, at: int) -> str:
+    """Returns the kind of collective that an all-reduce stands for, for one of its operands.
+
+    XLA:TPU writes small gathers as all-reduces of zeros with a shard in them, and small
+    reduce-scatters as all-reduces of which a slice is read: over two or three dimensions of chips,
+    it does so with large ones too.
+    """
+    operand = reduce.operands[at]
+    if operand.fuses:
+        operand = module.roots[operand.called[0]]
+    while operand.opcode in ("bitcast", "copy") and operand.operands:
+        operand = operand.operands[0]
+    if operand.opcode == "dynamic-update-slice":
+        return "all-gather"
+    results = [reduce]
+    if len(reduce.operands) > 1:
+        every = module.computations[reduce.computation].values()
+        results = [x for x in every if reduce in x.operands and x.index == at]
+    sliced = all(_is_only_sliced(module, one) for one in results)
+    return "reduce-scatter" if sliced else reduce.collective
+
+
+def _is_only_sliced(module: Module, value: Instruction) -> bool:
+    """Whether all that reads a value slices it, be it after a move or in a fusion."""
+    every = module.computations[value.computation].values()
+    users = [(one, one.operands.index(value)) for one in every if value in one.operands]
+    if not users or value is module.roots[value.computation]:
+        return False
+    return all(
+        at == 0
+        if one.opcode == "dynamic-slice"
+        else _is_only_sliced(module, module.argument(one.called[0], at))
+        if one.fuses
+        else one.base in ("bitcast", "copy", "convert", "reshape") and _is_only_sliced(module, one)
+        for one, at in users
+    )
 
 
 def waiting(module: Module, readers: Iterable[Instruction]) -> list[Slot]:
@@ -296,7 +337,7 @@ class _Storage:
 
     def in_place(self, instruction: Instruction) -> list[int | None]:
         """Finds, for each array of the result, the operand that it updates in place."""
-        if instruction.opcode == "dynamic-update-slice":
+        if instruction.base == "dynamic-update-slice":
             return [0]
         into = []
         for output in self.module.results(instruction.called[0]) if instruction.fuses else ():

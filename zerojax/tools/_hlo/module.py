@@ -16,6 +16,10 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
 _STATEMENT = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=\s]*)\](\{[^{}]*\})?")
 _HOST_LAYOUT = "S(5)"  # in a layout: XLA's number for the memory of the host
+# On TPUs, whose layouts have tiles: numbers of vector memory and of flags, on the chip.
+_ON_CHIP = re.compile(r"T\(.*S\([124]\)|^\{:S\(2\)\}")
+_TILES = re.compile(r"\{[\d,]*:T\(\d")
+_ASYNC_START = 'custom_call_target="AsyncCollectiveStart"'
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|branch_computations|called_computations|"
@@ -46,13 +50,14 @@ _OPCODE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array: its dtype as XLA writes it, its dimensions, whether it is in host memory, and the
-    parameters that it belongs to, where they are known."""
+    """An array: its dtype as XLA writes it, its dimensions, whether it is in host memory or in the
+    memory on a TPU's chip, and the parameters that it belongs to, where they are known."""
 
     dtype: str
     dims: tuple[int, ...]
     on_host: bool = False
     paths: tuple[str, ...] = ()
+    on_chip: bool = False
 
     @property
     def size(self) -> int:
@@ -65,7 +70,7 @@ class Array:
     @property
     def device_bytes(self) -> float:
         """The bytes that it takes of the device's own memory."""
-        return 0 if self.on_host else self.nbytes
+        return 0 if self.on_host or self.on_chip else self.nbytes
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -90,6 +95,7 @@ class Instruction:
     inside: str
     attributes: str
     operands: list["Instruction"] = dataclasses.field(repr=False)
+    trip_count: int | None = None  # of a `while`, where it is known
 
     @functools.cached_property
     def arrays(self) -> list[Array]:
@@ -146,10 +152,9 @@ class Instruction:
         return self.attribute(r"body=%?([\w.\-]+)") or ""
 
     @property
-    def trip_count(self) -> int | None:
-        """The iterations of a `while`; None where XLA does not know them."""
-        count = self.attribute(r'known_trip_count":\{"n":"(\d+)"')
-        return None if count is None else int(count)
+    def index(self) -> int:
+        """Which member of a tuple a `get-tuple-element` is; -1 for other instructions."""
+        return int(self.attribute(r"\bindex=(\d+)") or -1)
 
     @property
     def op_name(self) -> str:
@@ -174,7 +179,7 @@ class Instruction:
         source = self.operands[0]
         first = source.first_result
         if opcode == "get-tuple-element":
-            first = arrays_before(int(self.attribute(r"index=(\d+)") or 0), source.type)
+            first = arrays_before(self.index, source.type)
         return operands[0][first : first + count]
 
     @property
@@ -192,7 +197,12 @@ class Instruction:
 def arrays_of(type_text: str) -> list[Array]:
     """Returns all arrays of a type, with tuples flattened."""
     return [
-        Array(dtype, tuple(map(int, re.findall(r"\d+", dims))), _HOST_LAYOUT in layout)
+        Array(
+            dtype,
+            tuple(map(int, re.findall(r"\d+", dims))),
+            _HOST_LAYOUT in layout,
+            on_chip=bool(_ON_CHIP.search(layout)),
+        )
         for dtype, dims, layout in _ARRAY.findall(type_text)
     ]
 
@@ -253,6 +263,8 @@ class Module:
         calls = [(one.name, called) for one in every for called in one.called]
         if lost := [call for call in calls if call[1] not in self.computations]:
             raise ValueError("{} calls {}, which is nowhere".format(*lost[0]))
+        for loop in (one for one in every if one.opcode == "while"):
+            loop.trip_count = self._trip_count(loop)
 
     def _parse(self) -> None:
         name = ""
@@ -299,10 +311,67 @@ class Module:
             self.roots[computation] = one
         return _unknown(one)
 
+    def _trip_count(self, loop: Instruction) -> int | None:
+        """Returns the iterations of a `while`, if they are known.
+
+        XLA:TPU does not write them down: its loops count from a constant to another one.
+        """
+        if count := loop.attribute(r'known_trip_count":\{"n":"(\d+)"'):
+            return int(count)
+        test = self.roots[loop.attribute(r"condition=%?([\w.\-]+)") or loop.body]
+        carried, last = loop.operands[0], self.roots[loop.body]
+        if test.opcode != "compare" or "direction=LT" not in test.attributes:
+            return None
+        counter, end = test.operands[0], _constant(test.operands[1])
+        at = counter.index
+        if at < 0 or carried.opcode != "tuple" or last.opcode != "tuple" or end is None:
+            return None
+        start, step = _constant(carried.operands[at]), last.operands[at]
+        by = [number for x in step.operands if (number := _constant(x))]
+        if start is None or step.opcode != "add" or len(by) != 1:
+            return None
+        return max(0, -((start - end) // by[0]))
+
     def results(self, computation: str) -> list[Instruction]:
         """Returns the instructions that make the root's value: a tuple's members, or the root."""
         root = self.roots[computation]
         return root.operands if root.opcode == "tuple" else [root]
+
+    @functools.cached_property
+    def is_of_tpu(self) -> bool:
+        """Whether it was compiled for TPUs, which alone have tiles in their layouts."""
+        return bool(_TILES.search(self.header) or _TILES.search(self.text))
+
+    def fused_collective(self, fusion: Instruction) -> Instruction | None:
+        """Returns the collective that XLA:TPU starts, or runs, in a fusion.
+
+        Fusions that compute while it runs, and the one that ends it, have copies of it.
+        """
+        inside = self.computations[fusion.called[0]].values()
+        one = next((one for one in inside if one.collective), None)
+        if one is None or (_channel(one) in self._started and not self.starts(fusion)):
+            return None
+        return one
+
+    def argument(self, computation: str, number: int) -> Instruction:
+        """Returns a computation's parameter of this number."""
+        every = self.computations[computation].values()
+        return next(x for x in every if x.opcode == "parameter" and int(x.inside) == number)
+
+    def starts(self, fusion: Instruction) -> bool:
+        """Whether a fusion starts a collective that others end."""
+        inside = self.computations[fusion.called[0]].values()
+        return any(_ASYNC_START in one.attributes for one in inside)
+
+    @functools.cached_property
+    def _started(self) -> set[str | None]:
+        return {
+            _channel(one)
+            for part in self.computations.values()
+            if any(_ASYNC_START in other.attributes for other in part.values())
+            for one in part.values()
+            if one.collective
+        }
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
@@ -352,6 +421,18 @@ class Module:
             name: dict(row.split(" ", 1) for row in rows.splitlines())
             for name, rows in _TABLE.findall(self.text)
         }
+
+
+def _constant(value: Instruction) -> int | None:
+    """Returns the number that an integer constant has, under copies."""
+    while value.opcode in ("copy", "bitcast"):
+        value = value.operands[0]
+    is_number = value.opcode == "constant" and value.inside.lstrip("-").isdecimal()
+    return int(value.inside) if is_number else None
+
+
+def _channel(collective: Instruction) -> str | None:
+    return collective.attribute(r"channel_id=(\d+)")
 
 
 def _numbers(row: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from zerojax._table import shortened
+from zerojax.tools._hlo import flow as _flow
 from zerojax.tools._hlo.cost import CostModel, Matmul
 from zerojax.tools._hlo.gpus import Rates, network_share
 from zerojax.tools._hlo.module import Array, Instruction, Module
@@ -58,6 +59,8 @@ class Sent:
     axes: tuple[str, ...] | None = None
     network_bytes: float = 0.0
     source: str | None = None
+    # Of an all-reduce by XLA:TPU: for each operand, the kind of collective that it stands for.
+    stands_for: tuple[str, ...] = ()
     by_engine: bool = False  # of a copy
 
     @property
@@ -178,8 +181,7 @@ class _Player:
                 start = max(now, *(free[lane] for lane in one.lanes))
                 end = start + one.seconds
                 free |= dict.fromkeys(one.lanes, end)
-                kind = instruction.collective
-                stream = "collectives" if kind else one.kind
+                stream, kind = ("collectives", one.kind) if one.members else (one.kind, "")
                 self.draw(Span(origin + start, origin + end, one.name, stream, trips, kind))
                 if one.asynchronous:
                     pending[instruction] = one, end, compute
@@ -220,6 +222,12 @@ class _Player:
     def sent(self, instruction: Instruction, trips: int, loops: Loops) -> Sent | None:
         """Returns the collective or the copy that an instruction is, if it is one."""
         kind, into = instruction.collective, self.result.collectives
+        starts = instruction.opcode.endswith("-start")
+        if instruction.fuses and (fused := self.module.fused_collective(instruction)):
+            starts = self.module.starts(instruction)
+            instruction, kind = fused, fused.collective
+            if kind == "all-reduce":  # in one with the slice that is read of its sum
+                kind = _flow.stands_for(self.module, fused, 0)
         if kind:
             arrays = [array for operand in instruction.operands for array in operand.arrays]
             members, axes = group_of(instruction, self.module.devices)
@@ -242,7 +250,7 @@ class _Player:
             instruction.name,
             kind,
             nbytes,
-            instruction.opcode.endswith("-start"),
+            starts,
             trips,
             tuple(loop.name for loop in loops),
             instruction.op_name,
@@ -331,14 +339,18 @@ def copy_of(module: Module, instruction: Instruction) -> tuple[str, float, bool]
 def _piece(one: Instruction) -> tuple[str, float, bool] | None:
     """Returns the way and the bytes of a copy or slice between memories, and whether the copy
     engines make it; None where both ends are in the device's memory."""
-    if one.base == "copy" or one.opcode in ("dynamic-slice", "slice"):
-        source, moved = one.operands[0], one
-    elif one.opcode == "dynamic-update-slice":
-        source = moved = one.operands[1]
+    if one.opcode.endswith("-done"):
+        return None
+    result = one.arrays[one.first_result]
+    if one.base in ("copy", "dynamic-slice", "slice"):
+        source, moved = one.operands[0].arrays[0], result
+    elif one.base == "dynamic-update-slice":
+        source = moved = one.operands[1].arrays[0]
     else:
         return None
-    before, after = source.arrays[0].on_host, one.arrays[0].on_host
+    before, after = source.on_host, result.on_host
     if not before and not after:
         return None
     way = (IN_HOST if after else TO_DEVICE) if before else TO_HOST
-    return way, moved.arrays[0].nbytes, one.base == "copy" or ADDRESSED in one.attributes
+    by_engine = one.base == "copy" or one.opcode.endswith("-start") or ADDRESSED in one.attributes
+    return way, moved.nbytes, by_engine
