@@ -12,8 +12,8 @@ comma := ,
 ifeq ($(wildcard /proc/driver/nvidia/version /dev/dxg /dev/kfd /dev/accel* /dev/vfio),)
 export JAX_PLATFORMS ?= cpu
 endif
-.PHONY: demo test test-ci gpu-code fuzz mutants foreign prerelease lint full-examples notebooks docs \
-  wheel gpu-compile regressions clean
+.PHONY: demo test test-ci gpu-code tpu-code fuzz mutants foreign prerelease lint full-examples notebooks docs \
+  wheel gpu-compile tpu-compile regressions clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
@@ -30,6 +30,10 @@ test-ci: $(VENV)/.test
 # The tests that compile for GPUs; `make test` skips them if the packages for that are missing.
 gpu-code: gpu-compile
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'gpu_code and not slow' --no-skips $(ARGS)
+
+# The tests that compile for TPUs, where nothing of zerojax has run; CI does not run them.
+tpu-code: tpu-compile
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'tpu_code and not slow' --no-skips $(ARGS)
 
 # Compares random combinations of features with one device; refused ones count as skipped.
 SEED ?= 0
@@ -92,6 +96,9 @@ $(VENV)-prerelease/.test: pyproject.toml
 # Packages that match the installed JAX; compiling needs no CUDA libraries.
 gpu-compile: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'jax[cuda13-local]' nvidia-cuda-nvcc
+
+tpu-compile: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'jax[tpu]'
 
 # Compiles steps for GPUs. None may get slower or larger than the stored results.
 regressions: gpu-compile

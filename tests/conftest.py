@@ -3,6 +3,7 @@
 import atexit
 import gc
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import signal
@@ -77,7 +78,7 @@ def gpu_code() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what compiles for GPUs where the packages for that are missing."""
+    """Skips what compiles for GPUs or TPUs where the packages for that are missing."""
     for item in items:
         if "gpu_code" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.gpu_code)
@@ -87,6 +88,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     except ModuleNotFoundError as error:
         for item in gpu_code:
             item.add_marker(pytest.mark.skip(reason=str(error)))
+    if importlib.util.find_spec("libtpu") is None:
+        missing = pytest.mark.skip(reason="compiling for TPUs needs libtpu: make tpu-code")
+        for item in (item for item in items if item.get_closest_marker("tpu_code")):
+            item.add_marker(missing)
 
 
 def without_skips(report, config: pytest.Config):
@@ -107,9 +112,9 @@ def pytest_make_collect_report(collector: pytest.Collector):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item):
-    """What is compiled for GPUs is looked at, so it is compiled as users would, be it by the test
-    or by a fixture. And not from the cache: JAX warns that it cannot load it."""
-    if not item.get_closest_marker("gpu_code"):
+    """What is compiled for GPUs and TPUs is looked at, so it is compiled as users would, be it by
+    the test or by a fixture. And not from the cache: JAX warns that it cannot load it."""
+    if not any(map(item.get_closest_marker, ("gpu_code", "tpu_code"))):
         return (yield)
     ours = ("jax_disable_most_optimizations", "jax_compilation_cache_dir")
     given = {name: jax.config.values[name] for name in ours}

@@ -67,7 +67,7 @@ def mesh(
         >>> print(dict(mesh.shape), mesh.devices.flat[0].device_kind)  # doctest: +ELLIPSIS
         {'replica': 8, 'data': 8} NVIDIA H100...
     """
-    in_slice = isinstance(gpus, str) and any(part in gpus for part in (*TPUS, ":"))
+    in_slice = isinstance(gpus, str) and bool(_gpus.TPU.search(gpus))
     if in_slice:
         count = math.prod(_chips(gpus))
         if per_host != PER_HOST:

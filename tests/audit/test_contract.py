@@ -131,7 +131,12 @@ def by_hand(plan, reduce):
 
 @pytest.mark.parametrize(
     ("where", "reduces"),
-    [("6xcpu", True), ("cpu", False), pytest.param("8xH100", True, marks=pytest.mark.gpu_code)],
+    [
+        ("6xcpu", True),
+        ("cpu", False),
+        pytest.param("8xH100", True, marks=pytest.mark.gpu_code),
+        pytest.param("v5e:2x4", True, marks=pytest.mark.tpu_code),
+    ],
 )
 def test_gradients_all_reduced_instead_of_scattered_or_not_at_all(where, reduces):
     """Data parallelism by hand: every device sums whole gradients, then keeps its part."""

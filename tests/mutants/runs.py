@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from tests.mutants.table import HERE, ROOT, Mutant
 
-QUICK = "not slow and not gpu_code"
+QUICK = "not slow and not gpu_code and not tpu_code"
 SILENCE = 300  # seconds in which no test ends: devices that wait for each other wait forever
 KILLED = ("assertion", "error", "crash", "timeout")  # fates
 # What Python says of code that cannot run at all. Such a mutant shows nothing about the tests.

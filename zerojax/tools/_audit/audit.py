@@ -45,7 +45,8 @@ def audit(
             HLO module.
         plan: the plan of the state, where neither the state nor the step has it.
         gpu: whose speed to model, such as "H100"; by default that of the devices compiled for.
-        per_host: how many devices share a host's links; by default as the devices say, or 8.
+        per_host: how many devices share a host's links; by default as the devices say, or 8. All
+            TPUs of a slice do.
         accumulate: how often the step gathers its weights, where it does not say so itself: the
             number of its microbatches, or once with order="layers".
 
@@ -79,8 +80,16 @@ def audit(
     else:
         backend = "gpu" if _compat.is_gpu(device) else device.platform
         gpu = gpu or _gpus.of_device_kind(device.device_kind)
-    per_host = per_host or (_mesh.on_one_host(plan.mesh) if plan else DEFAULT_PER_HOST)
     module = Module(text)
+    if module.is_of_tpu:
+        backend = "tpu"
+        if gpu is not None:
+            raise ValueError(
+                f"gpu={gpu.name!r} would give a program for TPUs the times of a GPU. Leave gpu= "
+                "out: zerojax knows no speeds of TPUs. Or compile for zerojax.aot.mesh('8xH100')."
+            )
+        per_host = module.devices  # their links do not end at hosts
+    per_host = per_host or (_mesh.on_one_host(plan.mesh) if plan else DEFAULT_PER_HOST)
     replay = _schedule.replay(module, (gpu or _gpus.GPUS[UNKNOWN_GPU]).rates, per_host)
     reading = Reading(module, plan, replay.collectives)
     return Report(

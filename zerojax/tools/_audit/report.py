@@ -32,6 +32,7 @@ TRAFFIC_EXPLAINED = {
     "serves": "The parameters that it moves, or else the line of your code that it comes from.",
 }
 TIME_COLUMNS = ("between", "exposed")  # for a GPU whose speed is known
+NO_TIMES = "zerojax knows no speeds of TPUs"
 ON_CPUS = (
     "Gathered weights and the order of collectives are those of CPU code; "
     "zerojax.aot.mesh('8xH100') compiles for GPUs."
@@ -119,7 +120,7 @@ class Report(Printed, Measurement):
             "gpu": self.gpu.name if self.gpu else None,
             "stage": self.plan.stage if self.plan else None,
             "compute_seconds": self.modelled(self.replay.compute),
-            "matmul_flops": None if self.unread else self.replay.flops,
+            "matmul_flops": None if self.unread or self.backend == "tpu" else self.replay.flops,
             "wire_bytes_by_kind": self.totals,
             "unread": self.unread,
             "bytes_to_device": self.host_bytes(TO_DEVICE),
@@ -133,6 +134,8 @@ class Report(Printed, Measurement):
 
     def plot(self, path: str | None = None) -> Figure:
         """Draws the timeline of compute and collectives with matplotlib; saves it to `path`."""
+        if self.gpu is None and self.backend == "tpu":
+            raise ValueError(f"there are no times to plot: {NO_TIMES}. print(report) has the rest.")
         if self.gpu is None:
             raise ValueError(
                 f"there are no times to plot: the program was compiled for {self.backend}. Pass "
@@ -195,8 +198,9 @@ class Report(Printed, Measurement):
         totals = {} if self.unread else self.totals
         kinds = "".join(f", {kind} {human_bytes(sent)}" for kind, sent in totals.items())
         between = f"; {human_bytes(self.network_bytes)} between hosts" * bool(self.network_bytes)
+        on = self.gpu.name if self.gpu else self.backend.replace("tpu", "TPUs")
         lines = [
-            f"{stage}{self.devices} devices ({self.gpu.name if self.gpu else self.backend})",
+            f"{stage}{self.devices} devices ({on})",
             f"memory per device  {memory.on_device}",
             f"sent per device    {human_bytes(self.wire_bytes)}{kinds}{between}",
         ]
@@ -218,6 +222,8 @@ class Report(Printed, Measurement):
                 f"{human_time(replay.exposed)}{waits} "
                 f"(overlap {self.overlap or 0:.3f}{self.caveat and f'; {self.caveat}'})"
             )
+        if self.backend == "tpu":
+            lines.append(f"modelled step      none: {NO_TIMES}")
         if self.wide_matmuls:
             lines.append(f"matmuls            in {' and '.join(self.matmuls)}: {self.wide_matmuls}")
         if replay.unknown_loops:
@@ -287,7 +293,9 @@ def _over_limits(
             f"the peak is {human_bytes(peak)} per device, above max_peak_bytes="
             f"{human_bytes(max_peak_bytes)}. Use {LESS_MEMORY[at_most]}."
         )
-    if min_overlap is not None and report.overlap is None and not report.unread:
+    if min_overlap is not None and report.backend == "tpu":
+        yield f"min_overlap= needs modelled times, and {NO_TIMES}. Leave it out."
+    elif min_overlap is not None and report.overlap is None and not report.unread:
         yield "min_overlap= needs modelled times. Pass gpu='H100' to audit, or compile for GPUs."
     elif min_overlap is not None and report.overlap is not None and report.overlap < min_overlap:
         yield (

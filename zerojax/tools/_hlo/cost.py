@@ -48,7 +48,12 @@ class CostModel:
     # -- arithmetic
 
     def matmuls(self, instruction: Instruction) -> list[Matmul]:
-        """Returns its matmuls, those in fusions and called computations included."""
+        """Returns its matmuls, those in fusions and called computations included.
+
+        None for TPUs: their convolutions have batches as windows, whose FLOPs this does not count.
+        """
+        if self.module.is_of_tpu:
+            return []
         if instruction.fuses or instruction.opcode == "call":
             return [one for name in instruction.called for one in self.matmuls_of(name)]
         opcode, attributes = instruction.opcode, instruction.attributes

@@ -180,12 +180,13 @@ def stands_for(module: Module, reduce: Instruction, at: int) -> str:
     reduce-scatters as all-reduces of which a slice is read: over two or three dimensions of chips,
     it does so with large ones too.
     """
-    operand = reduce.operands[at]
-    if operand.fuses:
-        operand = module.roots[operand.called[0]]
-    while operand.opcode in ("bitcast", "copy") and operand.operands:
-        operand = operand.operands[0]
-    if operand.opcode == "dynamic-update-slice":
+    made, of = reduce.operands[at], 0
+    while made.fuses or made.opcode in ("get-tuple-element", "bitcast", "copy"):
+        if made.fuses:
+            made = module.results(made.called[0])[of]
+        else:
+            made, of = made.operands[0], max(made.index, 0)
+    if made.opcode == "dynamic-update-slice":
         return "all-gather"
     results = [reduce]
     if len(reduce.operands) > 1:
@@ -201,14 +202,16 @@ def _is_only_sliced(module: Module, value: Instruction) -> bool:
     users = [(one, one.operands.index(value)) for one in every if value in one.operands]
     if not users or value is module.roots[value.computation]:
         return False
-    return all(
-        at == 0
-        if one.opcode == "dynamic-slice"
-        else _is_only_sliced(module, module.argument(one.called[0], at))
-        if one.fuses
-        else one.base in ("bitcast", "copy", "convert", "reshape") and _is_only_sliced(module, one)
-        for one, at in users
-    )
+    for one, at in users:
+        if one.fuses:
+            sliced = _is_only_sliced(module, module.argument(one.called[0], at))
+        elif one.base in ("bitcast", "copy", "convert", "reshape"):
+            sliced = _is_only_sliced(module, one)
+        else:
+            sliced = one.opcode == "dynamic-slice" and at == 0
+        if not sliced:
+            return False
+    return True
 
 
 def waiting(module: Module, readers: Iterable[Instruction]) -> list[Slot]:

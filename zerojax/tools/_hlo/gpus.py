@@ -33,6 +33,7 @@ IN_FULL = "f32 highest"  # float32 operands that are not rounded to TF32
 IN_RINGS = ("all-gather", "reduce-scatter", "all-reduce")  # NCCL runs these in rings
 
 MOST_GPUS = 100_000
+TPU = re.compile(r"(?i)tpu|\bv[2-9][a-z]?\b|xv[2-9][a-z]?\b|:")  # in a name of TPUs
 LEAST_RATE = 1e3  # a user who passes less means GB/s
 MB = 2**20
 PCIE_3, PCIE_4, PCIE_5 = 16e9, 32e9, 64e9  # 16 lanes, in each direction
@@ -368,6 +369,12 @@ def rates_of(gpu: str, **others: float) -> Rates:
 
 def parse_count(text: str) -> tuple[int, Gpu]:
     """Parses '64xH100' into (64, the H100)."""
+    if isinstance(text, str) and TPU.search(text):
+        raise ValueError(
+            f"zerojax knows no speeds of TPUs, so it has no forecast for {text!r}. Compile a step "
+            "on zerojax.aot.mesh('v5e:2x4'), say: zerojax.audit shows its memory and collectives, "
+            "and XLA refuses what does not fit."
+        )
     match = isinstance(text, str) and re.fullmatch(r"\s*(\d{1,99})\s*[xX*]\s*([\w\-. ]+?)\s*", text)
     if not match or int(match[1]) == 0:
         raise ValueError(
