@@ -96,6 +96,10 @@ def test_meshes():
         (("12xH100",), r"12 GPUs do not fill hosts of 8. Pass a multiple, or per_host="),
         (("8xH100", (2, 2), ("a", "b")), r"shape \(2, 2\) with axes \('a', 'b'\) does not hold 8"),
         (("8xH100", (2, 4)), "does not hold 8 GPUs. Pass shape= with that product, and as many"),
+        (("v5e:2x4", (2, 2), ("a", "b")), r"axes \('a', 'b'\) does not hold 8 TPUs. Pass shape="),
+        (("v5e:3x3",), "a slice of TPUs 'v5e:3x3'. Write for example 'v5e:2x4'; known: v5e of 1x1,"),
+        (("8xv5p",), "no facts about a slice of TPUs '8xv5p'. .*v5p of 2x2x1, 2x2x2"),
+        (("v9:2x4",), "no facts about a slice of TPUs 'v9:2x4'"),
     ],
 )
 def test_meshes_that_cannot_be(arguments, message):
@@ -173,6 +177,16 @@ def test_missing_packages_are_named_with_the_command(names, tools, missing, comm
     with pytest.raises(ModuleNotFoundError, match="pip install 'jax"):
         zerojax.aot.mesh("7xH100")
     assert zerojax.aot.install_command("cuda12" if names == OF_12 else "cuda13") == command
+
+
+def test_tpus_need_libtpu_and_have_hosts_of_their_own(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"\(libtpu\). Run: pip install 'jax\[tpu\]'"):
+        zerojax.aot.mesh("v6e:8x16")  # of which no other test makes one
+    with pytest.raises(ValueError, match="the hosts of v5e:2x4 follow from its shape. Leave per_h"):
+        zerojax.aot.mesh("v5e:2x4", per_host=4)
+    with pytest.raises(ValueError, match="no speeds of TPUs, so it has no forecast for 'v5e:2x4'"):
+        zerojax.tools.choose("124m", gpus="v5e:2x4")
 
 
 def test_a_plugin_of_another_version_is_refused(installed):

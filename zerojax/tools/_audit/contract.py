@@ -6,7 +6,6 @@ remedy.
 
 import collections
 import math
-import re
 from collections.abc import Iterator
 
 from zerojax._features import rows as _rows
@@ -31,8 +30,6 @@ ANY_WAITING = 2**28  # bytes of gradients: XLA joins smaller ones, to reduce the
 FEW_WAITING = 8  # arrays, such as embeddings and heads
 ANY_COPY = 2**20  # smaller copies to or from the host are ignored
 MOST_COPIED = 1.01  # times the plan's bytes
-# XLA:TPU pads what a collective of this scope cuts into tiles, and moves the padding by permutes.
-PADDING = re.compile(r"/(all_gather|reduce_scatter)$")
 OPTIMIZER_SCOPE = "optimizer"  # full-matrix optimizers may send what they need
 
 UNNAMED = (
@@ -76,7 +73,9 @@ def findings(report: Measurement) -> list[str]:
 
 def _exchanges(report: Measurement) -> Iterator[str]:
     for one in _of_kinds(report, "all-to-all", "ragged-all-to-all", "collective-permute"):
-        known = _is_known(one) or (report.backend == "tpu" and PADDING.search(one.scope))
+        # XLA:TPU pads reduce-scatters to tiles, and moves what it has padded by permutes.
+        is_padding = report.backend == "tpu" and one.kind == "collective-permute" and not one.scope
+        known = is_padding or _is_known(one)
         if one.wire_bytes > FEW_BYTES and _is_ours(one, report.plan) and not known:
             yield (
                 f"{one.kind} {one.name} moves {human_bytes(one.total_bytes)} ({one.serves}): no "

@@ -277,7 +277,8 @@ class Reading:
         if one.kind != "all-reduce" or not self.module.is_of_tpu:
             return ()
         count = range(len(one.instruction.operands))
-        return tuple(_flow.stands_for(self.module, one.instruction, at) for at in count)
+        reduce = one.instruction
+        return tuple(_flow.stands_for(self.module, reduce, at, one.group) for at in count)
 
     def _parts(self, one: Sent) -> Iterator[Array]:
         """Yields the arrays of a collective, each with the parameters that it belongs to."""

@@ -173,20 +173,22 @@ def _summands(
     return [one for operand in operands[:count] for one in operand[:1]]
 
 
-def stands_for(module: Module, reduce: Instruction, at: int) -> str:
-    """Returns the kind of collective that an all-reduce stands for, for one of its operands.
+def stands_for(module: Module, reduce: Instruction, at: int, group: int) -> str:
+    """Returns the kind of collective that an all-reduce of so many devices stands for, for one of
+    its operands.
 
     XLA:TPU writes small gathers as all-reduces of zeros with a shard in them, and small
     reduce-scatters as all-reduces of which a slice is read: over two or three dimensions of chips,
     it does so with large ones too.
     """
     made, of = reduce.operands[at], 0
-    while made.fuses or made.opcode in ("get-tuple-element", "bitcast", "copy"):
+    while made.fuses or made.base in ("get-tuple-element", "bitcast", "copy"):
         if made.fuses:
             made = module.results(made.called[0])[of]
         else:
             made, of = made.operands[0], max(made.index, 0)
-    if made.opcode == "dynamic-update-slice":
+    sizes = [one.arrays[0].size for one in made.operands[:2]]
+    if made.opcode == "dynamic-update-slice" and sizes[0] == sizes[1] * group:
         return "all-gather"
     results = [reduce]
     if len(reduce.operands) > 1:

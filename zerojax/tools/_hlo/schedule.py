@@ -227,7 +227,7 @@ class _Player:
             starts = self.module.starts(instruction)
             instruction, kind = fused, fused.collective
             if kind == "all-reduce":  # in one with the slice that is read of its sum
-                kind = _flow.stands_for(self.module, fused, 0)
+                kind = _flow.stands_for(self.module, fused, 0, group=self.module.devices)
         if kind:
             arrays = [array for operand in instruction.operands for array in operand.arrays]
             members, axes = group_of(instruction, self.module.devices)
