@@ -1,0 +1,68 @@
+"""Compiles steps for TPUs, which nothing here has run on, and counts their memory and collectives.
+
+    make tpu-compile && python benchmarks/tpus.py          # prints the table of docs/tpus.md
+    python benchmarks/tpus.py --json benchmarks/tpus.json
+
+A 124M GPT, 4 x 1024 tokens a chip. Bytes are the compiler's. A step passes if it keeps the contract
+of its stage, `zerojax.audit(...).check()`.
+"""
+
+import argparse
+import datetime
+import json
+
+import figures
+import results
+
+import zerojax
+from zerojax.tools._forecast.presets import preset
+
+ROWS = {  # the slice, options of the plan, options of the step
+    "stage 0": ("v5e:2x4", {"stage": 0}, {}),
+    "stage 1": ("v5e:2x4", {"stage": 1}, {}),
+    "stage 2": ("v5e:2x4", {"stage": 2}, {}),
+    "stage 3": ("v5e:2x4", {"stage": 3}, {}),
+    "stage 3, four microbatches": ("v5e:2x4", {"stage": 3}, {"accumulate": 4}),
+    "stage 3, optimizer state on the host": ("v5e:2x4", {"stage": 3, "offload": "opt_state"}, {}),
+    "stage 3, that and parameters on the host": (
+        "v5e:2x4",
+        {"stage": 3, "offload": ("opt_state", "params")},
+        {},
+    ),
+    "stage 3, activations on the host": ("v5e:2x4", {"stage": 3}, {"activations": "host"}),
+    "stage 3 on v6e": ("v6e:2x4", {"stage": 3}, {}),
+    "stage 3 on v5p": ("v5p:2x2x2", {"stage": 3}, {}),
+}
+GPT = preset("124m")
+
+
+def measured(where, planned, options):
+    plan = zerojax.plan(GPT.make_state, mesh=zerojax.aot.mesh(where), **planned)
+    batch = zerojax.aot.batch(GPT.batch(4 * plan.size), plan)
+    report = zerojax.audit(zerojax.train_step(GPT.loss, **options), plan.abstract(), batch)
+    report.check()
+    sent = {kind: round(nbytes / 2**20, 1) for kind, nbytes in report.totals.items()}
+    memory = report.memory
+    host = memory.on_host + memory.host_kept
+    return {"slice": where, "peak": memory.peak, "state": memory.state, "host": host, "sent": sent}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=results.file)
+    args, rows = parser.parse_args(), {}
+    print("| step | slice | state MiB | peak MiB | host MiB | gathered, scattered, summed MiB |")
+    print("|---|---|---|---|---|---|")
+    for name, row in ROWS.items():
+        rows[name] = one = measured(*row)
+        sizes = " | ".join(f"{one[part] / 2**20:,.0f}" for part in ("state", "peak", "host"))
+        kinds = ("all-gather", "reduce-scatter", "all-reduce")
+        sent = ", ".join(f"{one['sent'].get(kind, 0):,.0f}" for kind in kinds)
+        print(f"| {name} | {one['slice']} | {sizes} | {sent} |", flush=True)
+    if args.json:
+        record = {**figures.versions(), "date": str(datetime.date.today()), "rows": rows}
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
