@@ -35,7 +35,7 @@ PLANTED = {
     ),
     "garbage between computations": (change(r"\n\n", "\n\n@ x {\n"), "line N, '@ x {': it is no"),
     "the end is missing": (lambda text: text[: text.rindex("ROOT")], "main.* has no ROOT"),
-    "most is missing": (lambda text: text[: len(text) // 9], "no ENTRY|no ROOT|not close|nowhere"),
+    "most is missing": (lambda text: text[: text.index("ENTRY")], "no ENTRY computation, as if it"),
 }
 
 

@@ -364,24 +364,19 @@ class Reading:
         )
 
     def _memory_by_compiler(self, compiled: Compiled | None) -> MemoryUse:
-        stats, plan = compiled.memory_analysis() if compiled is not None else None, self.plan
+        plan, told = self.plan, {}
         there = plan.bytes_per_device() if plan else {}
-        peak = (
-            stats.argument_size_in_bytes
-            + stats.output_size_in_bytes
-            - stats.alias_size_in_bytes
-            + stats.temp_size_in_bytes
-            if stats
-            else 0
-        )
+        if stats := compiled.memory_analysis() if compiled is not None else None:
+            donated, temporary = stats.alias_size_in_bytes, stats.temp_size_in_bytes
+            peak = stats.argument_size_in_bytes + stats.output_size_in_bytes - donated + temporary
+            told = {"donated": donated, "host_temporary": stats.host_temp_size_in_bytes}
+            told["compiled"] = peak, temporary
         return MemoryUse(
             parameters=there.get(_state.PARAMS),
             optimizer=there.get(_state.OPT_STATE),
             other_state=there.get(_state.OTHER),
-            donated=stats.alias_size_in_bytes if stats else None,
             on_host=sum(plan.host_bytes_per_device().values()) if plan else 0,
-            host_temporary=stats.host_temp_size_in_bytes if stats else 0,
-            compiled=(peak, stats.temp_size_in_bytes) if stats else None,
+            **told,
         )
 
     def _temporary(self) -> Counter[str]:

@@ -68,6 +68,8 @@ class Report(Printed, Measurement):
     - `wire_bytes` and, of those, `network_bytes`, which a device sends to other hosts in a step.
     - `step_seconds`, `exposed_seconds` and `overlap`, the share of the step that is compute. Times
       are modelled, and None where no GPU is known to model (`gpu`).
+    - `unread`: the line of the program that zerojax cannot read, if there is one. What depends on
+      it is None then, and `check()` raises.
     """
 
     def findings(
@@ -121,7 +123,7 @@ class Report(Printed, Measurement):
             "stage": self.plan.stage if self.plan else None,
             "compute_seconds": self.modelled(self.replay.compute),
             "matmul_flops": None if self.unread or self.backend == "tpu" else self.replay.flops,
-            "wire_bytes_by_kind": self.totals,
+            "wire_bytes_by_kind": None if self.unread else self.totals,
             "unread": self.unread,
             "bytes_to_device": self.host_bytes(TO_DEVICE),
             "bytes_to_host": self.host_bytes(TO_HOST),
