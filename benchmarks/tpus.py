@@ -1,7 +1,6 @@
 """Compiles steps for TPUs, which nothing here has run on, and counts their memory and collectives.
 
-    make tpu-compile && python benchmarks/tpus.py          # prints the table of docs/tpus.md
-    python benchmarks/tpus.py --json benchmarks/tpus.json
+    make tpu-compile && python benchmarks/tpus.py   # prints the table of docs/tpus.md
 
 A 124M GPT, 4 x 1024 tokens a chip. Bytes are the compiler's. A step passes if it keeps the contract
 of its stage, `zerojax.audit(...).check()`.
@@ -9,10 +8,7 @@ of its stage, `zerojax.audit(...).check()`.
 
 import argparse
 import datetime
-import json
-
-import figures
-import results
+import importlib.metadata
 
 import zerojax
 from zerojax.tools._forecast.presets import preset
@@ -34,6 +30,7 @@ ROWS = {  # the slice, options of the plan, options of the step
     "stage 3 on v5p": ("v5p:2x2x2", {"stage": 3}, {}),
 }
 GPT = preset("124m")
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 def measured(where, planned, options):
@@ -41,27 +38,22 @@ def measured(where, planned, options):
     batch = zerojax.aot.batch(GPT.batch(4 * plan.size), plan)
     report = zerojax.audit(zerojax.train_step(GPT.loss, **options), plan.abstract(), batch)
     report.check()
-    sent = {kind: round(nbytes / 2**20, 1) for kind, nbytes in report.totals.items()}
     memory = report.memory
     host = memory.on_host + memory.host_kept
-    return {"slice": where, "peak": memory.peak, "state": memory.state, "host": host, "sent": sent}
+    return where, memory.state, memory.peak, host, report.totals
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=results.file)
-    args, rows = parser.parse_args(), {}
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     print("| step | slice | state MiB | peak MiB | host MiB | gathered, scattered, summed MiB |")
     print("|---|---|---|---|---|---|")
     for name, row in ROWS.items():
-        rows[name] = one = measured(*row)
-        sizes = " | ".join(f"{one[part] / 2**20:,.0f}" for part in ("state", "peak", "host"))
-        kinds = ("all-gather", "reduce-scatter", "all-reduce")
-        sent = ", ".join(f"{one['sent'].get(kind, 0):,.0f}" for kind in kinds)
-        print(f"| {name} | {one['slice']} | {sizes} | {sent} |", flush=True)
-    if args.json:
-        record = {**figures.versions(), "date": str(datetime.date.today()), "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        where, *sizes, sent = measured(*row)
+        numbers = " | ".join(f"{size / 2**20:,.0f}" for size in sizes)
+        kinds = ", ".join(f"{sent.get(kind, 0) / 2**20:,.0f}" for kind in KINDS)
+        print(f"| {name} | {where} | {numbers} | {kinds} |", flush=True)
+    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "libtpu"))
+    print(f"\n{', '.join(versions)}, {datetime.date.today()}")
 
 
 if __name__ == "__main__":
