@@ -75,19 +75,10 @@ def audit(
     shardings = jax.tree.leaves(getattr(program, "input_shardings", None))
     devices = plan.mesh.devices.flat if plan else (d for s in shardings for d in s.device_set)
     device = next(iter(devices), None)
-    if device is None:  # the text shows a GPU by the queues that instructions run on
-        backend = "gpu" if '"operation_queue_id"' in text else "cpu"
-    else:
-        backend = "gpu" if _compat.is_gpu(device) else device.platform
-        gpu = gpu or _gpus.of_device_kind(device.device_kind)
+    gpu = gpu or (_gpus.of_device_kind(device.device_kind) if device else None)
     module = Module(text)
-    if module.is_of_tpu:
-        backend = "tpu"
-        if gpu is not None:
-            raise ValueError(
-                f"gpu={gpu.name!r} would give a program for TPUs the times of a GPU. Leave gpu= "
-                "out: zerojax knows no speeds of TPUs. Or compile for zerojax.aot.mesh('8xH100')."
-            )
+    backend = _backend(module, device, gpu)
+    if backend == "tpu":
         per_host = module.devices  # their links do not end at hosts
     per_host = per_host or (_mesh.on_one_host(plan.mesh) if plan else DEFAULT_PER_HOST)
     replay = _schedule.replay(module, (gpu or _gpus.GPUS[UNKNOWN_GPU]).rates, per_host)
@@ -111,6 +102,20 @@ def audit(
         backend=backend,
         written=written(step, args, device),
     )
+
+
+def _backend(module: Module, device: Device | None, gpu: Gpu | None) -> str:
+    """Returns the platform that a program was compiled for: the text shows a TPU by its tiles and,
+    where no device is known, a GPU by the queues that instructions run on."""
+    if not module.is_of_tpu:
+        is_of_gpu = _compat.is_gpu(device) if device else '"operation_queue_id"' in module.text
+        return "gpu" if is_of_gpu else device.platform if device else "cpu"
+    if gpu is not None:
+        raise ValueError(
+            f"gpu={gpu.name!r} would give a program for TPUs the times of a GPU. Leave gpu= out: "
+            "zerojax knows no speeds of TPUs. Or compile for zerojax.aot.mesh('8xH100')."
+        )
+    return "tpu"
 
 
 def _checked(plan: object, gpu: object, **counts: object) -> Gpu | None:
