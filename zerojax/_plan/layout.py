@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zerojax._kernel.places import Axes, Groups, LeafPlan, axes_size, beyond, by_layer
+from zerojax._kernel.travel import names_in
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._types import TreeDef
@@ -119,10 +120,7 @@ class Layout:
         places = [leaf.rest.sharding(mesh) for leaf in self.leaves]
         if not mesh.abstract_mesh.explicit_axes:
             return places
-        # As JAX spells them in the types of arrays: a step would be compiled twice otherwise.
-        pairs = zip(places, self.leaves, strict=True)
-        specs = [[*p.spec, *[None] * (len(leaf.shape) - len(p.spec))] for p, leaf in pairs]
-        return [p.update(spec=PartitionSpec(*spec)) for p, spec in zip(places, specs, strict=True)]
+        return [_as_in_types(*pair) for pair in zip(places, self.leaves, strict=True)]
 
     @functools.cached_property
     def explicit_mesh(self) -> AbstractMesh | None:
@@ -195,3 +193,12 @@ class Layout:
     def gradient_bytes(self) -> int:
         """Returns the bytes on each device of the gradients, in the parameters' dtypes."""
         return sum(one.bytes_at(one.grad, self.mesh) for one in self.leaves if one.grad)
+
+
+def _as_in_types(place: NamedSharding, leaf: LeafPlan) -> NamedSharding:
+    """Returns a place as JAX spells it for the result of a step, which would be compiled twice
+    otherwise: with all dimensions, if the type of the array says everything."""
+    if names_in(place.spec) & {*place.mesh.abstract_mesh.auto_axes}:
+        return place
+    missing = [None] * (len(leaf.shape) - len(place.spec))
+    return place.update(spec=PartitionSpec(*place.spec, *missing))
