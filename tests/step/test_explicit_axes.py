@@ -128,6 +128,10 @@ def test_a_loop_by_hand_and_a_checkpoint_keep_types(tmp_path):
         zerojax.save(tmp_path / kind.name, state)
         restored = zerojax.restore(tmp_path / kind.name, like=state)
         assert types(restored) == before
+        shapes = jax.eval_shape(lambda state=state: state)
+        assert (
+            zerojax.restore(tmp_path / kind.name, like=shapes).params["v"].sharding.num_devices == 1
+        )
         results.append((value, zerojax.full_params(restored)))
     assert_close(*results, 0)
 
@@ -218,6 +222,38 @@ def test_a_loss_closes_over_an_array_on_the_mesh():
     assert "jax.device_put(x, jax.sharding.NamedSharding(plan.mesh" in "".join(told.value.__notes__)
     typeless = jax.device_put(table, NamedSharding(plan.mesh, jax.typeof(table).sharding.spec))
     assert_close(graded(typeless), graded(np.ones(tensor.DIM, "f")), 0)
+
+
+def test_what_needs_axes_of_another_type_is_told_with_a_remedy():
+    """A loss for Explicit axes on Auto ones; a callback, which JAX compiles on Auto ones only."""
+    seen = jax.ShapeDtypeStruct((), jnp.float32)
+    calls = lambda p, x: (
+        tensor.scanned(p, x)
+        + jax.lax.stop_gradient(jax.pure_callback(lambda x: np.float32(0), seen, x))
+    )
+    for kind, loss, remedy in (
+        (AUTO, explicit_loss, "Place it on a mesh of Explicit axes"),
+        (EXPLICIT, calls, "Place the state on a mesh of Auto axes"),
+    ):
+        state = tensor.placed(retyped(tensor.cpu_mesh(), kind, kind), 3)
+        with pytest.raises(ValueError) as told:
+            zerojax.train_step(loss)(state, tensor.BATCH)
+        assert remedy in "".join(told.value.__notes__)
+
+
+def test_padded_weights_are_whole_in_types_where_a_user_reads_them():
+    """No type says that 8 devices share 60 rows. Nor does one of shapes say where to restore."""
+    mesh = retyped(make_mesh(), EXPLICIT)
+    state = zerojax.shard_train_state(make, stage=3, mesh=mesh)
+    shown = jax.jit(lambda s: zerojax.unpad(s).params["b0"]["w"] * 2)(state)
+    assert types([shown]) == ["float32[60,60]"] and shown.sharding.mesh.axis_types == (EXPLICIT,)
+    model = nnx.Linear(64, 60, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param)
+    zerojax.nnx.shard(model, optimizer, stage=3, mesh=mesh, min_shard_size=1)
+    before, value = types([model.bias.get_raw_value()]), np.arange(60, dtype="f")
+    model.bias.set_value(value)
+    assert types([model.bias.get_raw_value()]) == before == ["float32[64@data]"]
+    assert_close(model.bias.get_value(), value, 0)
 
 
 # -- weights annotated with axes that the mesh lacks
