@@ -3,11 +3,13 @@
     python benchmarks/compile_time.py                                    # prints a table
     python benchmarks/compile_time.py --json benchmarks/compile_time.json
 
-The programs are those of `compiled.py`, a 7.5B GPT on 64 H100s. Times are CPU times of all threads
-and of the assembler's processes, as multiples of those of plain data parallelism in the same round.
+A 7.5B GPT, its layers in a scan or in a Python loop, on 64 and on 8 H100s. Times are CPU times of
+all threads and of the assembler's processes, as multiples of those of plain data parallelism with
+the same layers on the same GPUs, in the same round.
 """
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -18,19 +20,39 @@ import figures
 import jax
 import results
 
-BASE = compiled.MAIN.rivals("replicated")[0]
+REPLICATED = "replicated"
+PARTS = ("trace", "XLA", "assembler")
+LOOP = dataclasses.replace(compiled.MAIN, model="7.5b loop")
 ROWS = [
-    BASE,
-    *compiled.MAIN.rivals(compiled.ANNOTATED, compiled.BY_HAND, compiled.LINEN, compiled.NNX),
+    *compiled.MAIN.rivals(
+        REPLICATED, compiled.ANNOTATED, compiled.BY_HAND, compiled.LINEN, compiled.NNX
+    ),
     *compiled.MAIN.stages(0, 1, 2, 3),
+    *(
+        row
+        for setting in (dataclasses.replace(compiled.MAIN, gpus="8xH100"), LOOP)
+        for row in (*setting.rivals(REPLICATED, compiled.ANNOTATED), setting)
+    ),
 ]
 
 
 def seconds(row):
+    """Returns the CPU seconds of each part."""
     jax.clear_caches()
-    before = sum(os.times()[:4])
-    compiled.compiled(row)
-    return sum(os.times()[:4]) - before
+    start = os.times()
+    lowered, options, _ = compiled.traced(row)
+    between = os.times()
+    lowered.compile(compiler_options=options or None)
+    end = os.times()
+    return (
+        sum(between[:4]) - sum(start[:4]),
+        sum(end[:2]) - sum(between[:2]),
+        sum(end[2:4]) - sum(between[2:4]),
+    )
+
+
+def setting(name):
+    return name.rpartition(": ")[0]
 
 
 def main():
@@ -38,17 +60,25 @@ def main():
     parser.add_argument("--json", type=results.file)
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
-    times = {row: [] for row in ROWS}
+    times = {row.name: [] for row in ROWS}
     for turn in range(args.rounds):
         for row in ROWS:
-            times[row].append(seconds(row))
-            print(f"round {turn + 1}: {row.name:60}{times[row][-1]:8.1f}", flush=True)
+            times[row.name].append(seconds(row))
+            print(f"round {turn + 1}: {row.name:60}{times[row.name][-1]}", flush=True)
     rows = []
-    for row in ROWS:
-        ratios = [a / b for a, b in zip(times[row], times[BASE], strict=True)]
-        spread = [round(min(ratios), 2), round(max(ratios), 2)]
-        rows.append({"row": row.name, "time": round(statistics.median(ratios), 2), "range": spread})
-        print(f"{row.name:60}{rows[-1]['time']:6.2f}   {spread}", flush=True)
+    for name, spent in times.items():
+        wholes = [sum(parts) for parts in times[f"{setting(name)}: {REPLICATED}"]]
+        ratios = [sum(parts) / whole for parts, whole in zip(spent, wholes, strict=True)]
+        shares = [
+            statistics.median(part) / statistics.median(wholes) for part in zip(*spent, strict=True)
+        ]
+        rows.append({
+            "row": name,
+            "time": round(statistics.median(ratios), 2),
+            "range": [round(min(ratios), 2), round(max(ratios), 2)],
+            **{part: round(share, 2) for part, share in zip(PARTS, shares, strict=True)},
+        })  # fmt: skip
+        print(*rows[-1].values(), flush=True)
     if args.json:
         record = {**figures.versions(), "date": str(datetime.date.today()), "rows": rows}
         args.json.write_text(json.dumps(record, indent=1) + "\n")

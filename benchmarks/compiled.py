@@ -18,6 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import figures  # before JAX: it says what JAX may look for
 import jax
+import looped
 import results
 import rivals
 import rivals_by_hand
@@ -141,6 +142,12 @@ CHECKED = [
 
 def compiled(row):
     """Returns the program of a row, and its plan if zerojax runs the row."""
+    lowered, options, plan = traced(row)
+    return lowered.compile(compiler_options=options or None), plan
+
+
+def traced(row):
+    """Returns the lowered step of a row, the options to compile it with, and its plan or None."""
     model, mesh = model_of(row), zerojax.aot.mesh(row.gpus)
     batch = model.batch(row.rows * row.accumulate * mesh.size)
     if not row.rival:
@@ -148,16 +155,17 @@ def compiled(row):
         plan = zerojax.plan(model.make_state, stage=row.stage, mesh=mesh, precision=precision)
         loss = model.losses((row.remat,))[row.remat]
         step = zerojax.train_step(loss, accumulate=row.accumulate)
-        return step.lower(plan.abstract(), zerojax.aot.batch(batch, plan)).compile(), plan
+        return step.lower(plan.abstract(), zerojax.aot.batch(batch, plan)), {}, plan
     step, state = STEPS[row.rival](model, mesh, row.remat, row.accumulate)
     split = NamedSharding(mesh, PartitionSpec("data"))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), batch)
     options = figures.compiler_options(row.options, mesh.devices.flat[0])
-    return step.lower(state, batch).compile(compiler_options=options or None), None
+    return step.lower(state, batch), options, None
 
 
 def model_of(row):
-    return vit.PRESETS.get(row.model) or _presets.preset(row.model)
+    own = vit.PRESETS | looped.PRESETS
+    return own.get(row.model) or _presets.preset(row.model)
 
 
 def measure(row):

@@ -59,8 +59,7 @@ def strip(vjp: Callable, known: Sequence[Array | None], wanted: Sequence[bool]) 
     [Note: residuals by identity] The function that `jax.vjp` returns is a pytree of residuals. If a
     residual is an input of the differentiated function, JAX returns the very object that went in,
     so `id` tells it from an equal value computed inside. JAX does so by habit, and promises
-    nothing. If it stopped, backward would keep full weights, and nothing else would show it.
-    `Body.check_stripped` raises then.
+    nothing. If it stopped, backward would keep full weights: `_readings.py` tries that on a new JAX.
     """
     index = {id(array): k for k, array in enumerate(known) if array is not None}
     leaves, treedef = jax.tree.flatten(vjp)
@@ -324,34 +323,13 @@ class Body:
 
         float_outs, vjp, other_outs = vjp_of(frontier)
         outs = merge(self._float_outs(), float_outs, other_outs)
-        saved = strip(vjp, self.known(frontier, inputs), wanted)
-        self.check_stripped(saved, frontier, lambda frontier: vjp_of(frontier)[1])
-        return outs, saved
+        return outs, strip(vjp, self.known(frontier, inputs), wanted)
 
     def known(self, frontier: Sequence[Array], inputs: Sequence[Value]) -> list[Array | None]:
         """Returns the arrays that backward has anyway: it makes the frontier, and gets the inputs
         that are not lost."""
         kept = [None if i in self.lost else x for i, x in enumerate(inputs)]
         return [*frontier, *jax.tree.leaves(kept, is_leaf=lambda x: x is None)]
-
-    def check_stripped(
-        self, saved: Saved, frontier: Sequence[Array], derive: Callable[[list[Array]], Any]
-    ) -> None:
-        """Raises if backward would keep one of the weights in `frontier`.
-
-        An array that has the shape and dtype of a weight may be an activation: the jaxpr tells.
-        """
-        shapes = {(x.shape, x.dtype) for x in frontier if x.ndim > 1}
-        if not any((x.shape, x.dtype) in shapes for x in saved.arrays):
-            return
-        jaxpr = jax.make_jaxpr(lambda v: jax.tree.leaves(derive(v)))(list(frontier)).jaxpr
-        kept = [v for v, k in zip(jaxpr.outvars, saved.slots, strict=True) if k is None]
-        if any(v in jaxpr.invars for v in kept if is_var(v)):
-            raise RuntimeError(
-                f"JAX {jax.__version__} copies the inputs of a derivative, so full weights would "
-                "be kept for backward. Install a JAX that zerojax supports (0.10 to 0.12), or pass "
-                "regather=False."
-            )
 
     # -- backward
 
