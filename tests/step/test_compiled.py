@@ -60,7 +60,7 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    file = tmp_path_factory.mktemp("steps") / "step.bin"
+    file = tmp_path_factory.mktemp("steps") / "in" / "a new folder" / "step.bin"
     zerojax.train_step(loss).compile(placed(), ROWS).save(file)
     return file
 
@@ -83,12 +83,56 @@ def test_an_option_and_another_jax_are_named(saved, monkeypatch):
         zerojax.load_step(saved, zerojax.train_step(loss), placed(), ROWS)
 
 
-@pytest.mark.parametrize("keep", [0, 5, -100])
+def test_a_program_that_jax_lowers_otherwise_is_refused(tmp_path):
+    """Its jaxpr is the same. In the file are the other numbers."""
+    file, dropout = tmp_path / "step.bin", jax.random.key(0)
+    drawn = lambda params, x: loss(params, x * jax.random.normal(dropout, (32,)))
+    zerojax.train_step(drawn).compile(placed(), ROWS).save(file)
+    with (
+        jax.threefry_partitionable(not jax.config.jax_threefry_partitionable),
+        pytest.raises(ValueError, match="\n  the program: "),
+    ):
+        zerojax.load_step(file, zerojax.train_step(drawn), placed(), ROWS)
+
+
+def test_an_optimizer_that_is_passed_is_known_by_what_it_does(tmp_path):
+    """In another process it is another object."""
+
+    def step(rate):
+        tx, params = optax.sgd(rate), {"w": jnp.ones((32, 64))}
+        state = {"params": params, "opt_state": tx.init(params)}
+        plan = zerojax.plan(state, stage=3, mesh=make_mesh())
+        return zerojax.train_step(loss, plan=plan, tx=tx), plan.place(state)
+
+    (one, state), (same, again), (other, last) = map(step, (0.1, 0.1, 0.2))
+    one.compile(state, ROWS).save(file := tmp_path / "step.bin")
+    assert_close(zerojax.load_step(file, same, again, ROWS)(again, ROWS), one(state, ROWS), 0)
+    with pytest.raises(ValueError, match=r"something else:\n  the program: .*\nCompile"):
+        zerojax.load_step(file, other, last, ROWS)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 20, -100])
 def test_damaged_files_are_refused(keep, saved, tmp_path):
-    file = tmp_path / "damaged.bin"
-    file.write_bytes(saved.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"damaged.bin is .*step.compile\(state, batch\)"):
+    """Of XLA's code, one other byte crashes the process."""
+    file, data = tmp_path / "damaged.bin", saved.read_bytes()
+    write = r"step.compile\(state, batch\).save\(path\)"
+    with pytest.raises(FileNotFoundError, match=rf"no compiled step is at .*damaged.bin.*{write}"):
         zerojax.load_step(file, zerojax.train_step(loss), placed(), ROWS)
+    for damaged in (data[:keep], data[:keep] + bytes([data[keep] ^ 1]) + data[keep:][1:]):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"damaged.bin is (not|damaged).*{write}"):
+            zerojax.load_step(file, zerojax.train_step(loss), placed(), ROWS)
+
+
+def test_a_step_with_a_callback_cannot_be_saved(tmp_path):
+    def prints(params, x):
+        jax.debug.print("{}", x[0, 0])
+        return loss(params, x)
+
+    compiled = zerojax.train_step(prints).compile(placed(), ROWS)
+    with pytest.raises(ValueError, match=r"cannot write this step .*Take callbacks out of the"):
+        compiled.save(tmp_path / "step.bin")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_step_of_nnx_is_compiled_saved_and_loaded(tmp_path):
