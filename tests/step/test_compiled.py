@@ -14,6 +14,7 @@ from tests.conftest import make_mesh
 from tests.processes import python
 from tests.reference import assert_close
 
+TX = optax.adam(1e-2)
 ROWS = np.linspace(-1, 1, 16 * 32, dtype="f").reshape(16, 32)
 
 
@@ -22,10 +23,15 @@ def loss(params, x):
 
 
 def placed(stage=3, devices=8):
-    make = lambda: TrainState.create(
-        apply_fn=None, params={"w": jnp.ones((32, 64))}, tx=optax.adam(1e-2)
-    )
+    make = lambda: TrainState.create(apply_fn=None, params={"w": jnp.ones((32, 64))}, tx=TX)
     return zerojax.shard_train_state(make, stage=stage, mesh=make_mesh(devices))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    file = tmp_path_factory.mktemp("steps") / "in" / "a new folder" / "step.bin"
+    zerojax.train_step(loss).compile(placed(), ROWS).save(file)
+    return file
 
 
 def test_a_step_is_compiled_saved_and_loaded(tmp_path, compiled):
@@ -50,19 +56,33 @@ def test_a_step_is_compiled_saved_and_loaded(tmp_path, compiled):
         loaded(state, ROWS[:, :16])
 
 
+def replicated():
+    return jax.sharding.NamedSharding(make_mesh(8), jax.sharding.PartitionSpec())
+
+
+CALLED_WITH = {
+    "a smaller batch": lambda: (placed(), ROWS[:8]),
+    "another plan": lambda: (placed(stage=2), ROWS),
+    "another place": lambda: (jax.device_put(placed(), replicated()), ROWS),
+    "a key": lambda: (placed(), ROWS, jax.random.key(0)),
+}
+
+
+@pytest.mark.parametrize("name", CALLED_WITH)
+def test_a_compiled_step_says_what_it_is_for(name, saved):
+    step = zerojax.load_step(saved, zerojax.train_step(loss), placed(), ROWS)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        step(*CALLED_WITH[name]())
+    (note,) = getattr(raised.value, "__notes__", [""])
+    assert note.endswith("compile that for them too: step.compile(state, batch).")
+
+
 OTHERS = {
     "the program": lambda: (lambda params, x: loss(params, x) * 2, placed(), ROWS),
     "the stage": lambda: (loss, placed(stage=2), ROWS),
     "the devices": lambda: (loss, placed(devices=4), ROWS),
     "the shapes of the batch": lambda: (loss, placed(), ROWS[:8]),
 }
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    file = tmp_path_factory.mktemp("steps") / "in" / "a new folder" / "step.bin"
-    zerojax.train_step(loss).compile(placed(), ROWS).save(file)
-    return file
 
 
 @pytest.mark.parametrize("name", OTHERS)

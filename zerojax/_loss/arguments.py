@@ -66,6 +66,12 @@ def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> 
             _check_devices(name, tree, plan)
     if isinstance(error, jax.errors.JaxRuntimeError) and _compat.OUT_OF_MEMORY in str(error):
         error.add_note(_out_of_memory(plan))
+    if isinstance(error, TypeError | ValueError) and _compat.NOT_COMPILED_FOR.search(str(error)):
+        error.add_note(
+            "A compiled step is for one plan, one optimizer object and one shape of batches. For "
+            "others, such as a smaller last batch, call the step that it was compiled from, or "
+            "compile that for them too: step.compile(state, batch)."
+        )
     if "mesh should be the same across the entire program" in str(error):  # of a callback
         error.add_note(
             "JAX compiles a callback only where all meshes have the same types of axes. Place the "
