@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from zerojax import _readings
 from zerojax._axis_types import carried_mesh, with_auto_axes
 from zerojax._declared import takes
 from zerojax._kernel import places as _places
@@ -57,6 +58,7 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
         >>> print(plan.leaves[0].path, "is sharded along dimension", plan.leaves[0].dim)
         params/w is sharded along dimension 0
     """
+    _readings.check()  # what is traced first is the optimizer
     given, axes = _devices(options, state_or_fn)
     mesh = with_auto_axes(given)
     groups = chosen_groups(options.stage, axes, {} if options.groups is None else options.groups)

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import _compat, _fingerprint, _readings
+from zerojax import _compat, _fingerprint
 from zerojax._features import (
     host_state as _host_state,
     in_backward as _in_backward,
@@ -114,7 +114,6 @@ class Step:
 
     def for_args(self, *args: PyTree, **named: PyTree) -> Jitted:
         """Returns the jitted function for the plan that the state was placed by."""
-        _readings.check()
         plan = self._plan_for(args, named)
 
         def trace() -> ClosedJaxpr:
