@@ -21,7 +21,7 @@ from zerojax._plan.plan import Plan
 from zerojax._types import PyTree
 
 FIRST_LINE = b"zerojax step\n"
-LONGEST = 60  # characters of a fact: of longer ones, or of several lines, a digest is kept
+LONGEST = 300  # characters of a fact: of longer ones, or of several lines, a digest is kept
 Facts = dict[str, str]  # what a program depends on, each as text that a digest may stand for
 
 
