@@ -1,6 +1,7 @@
 """`zerojax doctor`: what it says of machines that are not here."""
 
 import json
+import os
 import re
 import types
 
@@ -39,7 +40,9 @@ def test_a_machine_without_hazards(found, run):
     assert found(1, B200) == found(1, RTX4090) == (0, [])
     assert found(1, H100, OFI_NCCL_PROTOCOL="RDMA") == (0, [])
     assert found(2, B200, NCCL_LAUNCH_MODE="group") == (0, [])
-    assert run("doctor")[1] == "8 x cpu: nothing here is known to hang or slow a run.\n"
+    kept = f"Compiled programs are kept in {os.environ['JAX_COMPILATION_CACHE_DIR']}."
+    said = f"8 x cpu: nothing here is known to hang or slow a run.\n{kept}\n"
+    assert run("doctor")[1] == said
 
 
 def test_hazards_of_gpus(found):
@@ -56,8 +59,14 @@ def test_hazards_of_gpus(found):
     assert "freezes" in does and "90%" in does and "XLA_CLIENT_MEM_FRACTION=0.6" in remedy
 
 
-def test_programs_that_are_not_kept(found):
+def test_programs_that_are_not_kept(found, tmp_path):
     """The tests keep theirs in a folder of JAX's, and have none of zerojax's."""
+    _, [(seen, does, _)] = found(1, H100, JAX_ENABLE_COMPILATION_CACHE="false")
+    assert seen == "JAX_ENABLE_COMPILATION_CACHE=false" and "again" in does
+    (tmp_path / "file").write_text("")
+    in_file = {"JAX_COMPILATION_CACHE_DIR": "", "ZEROJAX_CACHE": str(tmp_path / "file")}
+    _, [(seen, _, remedy)] = found(1, H100, **in_file)
+    assert seen == f"{tmp_path}/file/programs cannot be written" and "ZEROJAX_CACHE=" in remedy
     _, [(seen, does, remedy)] = found(1, H100, JAX_COMPILATION_CACHE_DIR="gs://programs")
     assert seen.endswith("DIR=gs://programs") and "tunes" in does and "a folder of each" in remedy
     assert found(1, H100, JAX_COMPILATION_CACHE_DIR="")[1][0][0] == "ZEROJAX_CACHE="

@@ -63,6 +63,12 @@ def explicit_sharding(value: PyTree) -> NamedSharding | None:
     return sharding if sharding is not None and sharding.mesh.explicit_axes else None
 
 
+def carried_mesh(tree: PyTree) -> Mesh | None:
+    """Returns the mesh whose Explicit axes some array has in its type."""
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if explicit_sharding(leaf) is not None)
+    return next((array.sharding.mesh for array in arrays if not isinstance(array, Tracer)), None)
+
+
 def with_auto_axes(mesh: Mesh) -> Mesh:
     """Returns a mesh of the same devices whose axes are Auto, on which zerojax computes."""
     types = (AxisType.Auto,) * len(mesh.axis_names)

@@ -432,6 +432,9 @@ REFUSES_DELETED = jax.__version_info__ >= (0, 12)
 # -- error messages: what JAX and XLA say where
 
 OTHER_DEVICES = "incompatible devices"  # arrays are on other devices than the program
+# A compiled program is called with other types, another structure or other shardings.
+NOT_COMPILED_FOR = re.compile(r"[Cc]omputation was compiled|pytree it was called|device_put device")
+OTHER_MESH = "should match the mesh passed to shard_map"  # another one is set
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 TIMEOUT = "DEADLINE_EXCEEDED"
 NO_CLUSTER = "coordinator_address"  # nothing around tells JAX of the other processes

@@ -1,6 +1,6 @@
 """What zerojax reads of JAX's jaxprs, each reading tried on a program of a line or two.
 
-Before its first step on a JAX that it does not know, zerojax tries all of them, which takes a tenth
+Before its first plan on a JAX that it does not know, zerojax tries all of them, which takes a tenth
 of a second, and names what has moved: it would fail in the middle of a trace otherwise, or not at
 all.
 """

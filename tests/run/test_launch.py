@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.processes import ROOT, environment
+from zerojax.tools import _launch
 
 pytestmark = pytest.mark.ci  # several processes, some with limits of time
 
@@ -42,6 +43,15 @@ def end(*_):
 
 signal.signal(signal.SIGTERM, end)
 print("started", flush=True)
+time.sleep(60)
+"""
+WORKER = """
+import os, subprocess, sys, time
+worker = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print("worker", worker.pid, flush=True)
+if os.environ["RANK"] == "1":
+    time.sleep(0.5)
+    sys.exit(sys.argv[1])
 time.sleep(60)
 """
 SLURM = {
@@ -115,6 +125,42 @@ def test_those_that_do_not_end_by_themselves_are_killed(launched):
     code = code.replace("print(", "signal.signal(15, lambda *_: print('no'))\nprint(", 1)
     out, _ = ended(launched(code, "-n", "2", "--grace", "0.5", "program.py", "raises"), 1)
     assert "[0] no\n" in out
+
+
+def test_what_a_failed_run_has_started_ends_with_it(launched):
+    """Workers that load data outlive a process that the kernel kills."""
+    out, _ = ended(launched(WORKER, "-n", "2", "program.py", "it fails"), 1)
+    workers = re.findall(r"worker (\d+)", out)
+    assert len(workers) == 2 and not any(map(is_alive, workers))
+
+
+def is_alive(pid):
+    """Whether a process runs; one that nobody waits for stays as a zombie in some containers."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_lines_pass_as_the_bytes_that_they_are(launched, tmp_path):
+    code = "import sys\nsys.stdout.buffer.write('50% \u2588\u2588\\n'.encode())"
+    flags = ("-n", "1", "--logs", "logs", "program.py")
+    out, _ = ended(launched(code, *flags, PYTHONIOENCODING="ascii"), 0)
+    assert out == "[0] 50% \u2588\u2588\n"
+    assert (tmp_path / "logs" / "0.log").read_bytes() == out.removeprefix("[0] ").encode()
+
+
+def test_a_signal_reaches_the_process_that_is_being_started(monkeypatch):
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    command = [sys.executable, "-c", "import time; time.sleep(20)"]
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    assert _launch.launch(command, [env, env], None, 5.0) == 143
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

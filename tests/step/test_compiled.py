@@ -14,6 +14,7 @@ from tests.conftest import make_mesh
 from tests.processes import python
 from tests.reference import assert_close
 
+TX = optax.adam(1e-2)
 ROWS = np.linspace(-1, 1, 16 * 32, dtype="f").reshape(16, 32)
 
 
@@ -22,10 +23,15 @@ def loss(params, x):
 
 
 def placed(stage=3, devices=8):
-    make = lambda: TrainState.create(
-        apply_fn=None, params={"w": jnp.ones((32, 64))}, tx=optax.adam(1e-2)
-    )
+    make = lambda: TrainState.create(apply_fn=None, params={"w": jnp.ones((32, 64))}, tx=TX)
     return zerojax.shard_train_state(make, stage=stage, mesh=make_mesh(devices))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    file = tmp_path_factory.mktemp("steps") / "in" / "a new folder" / "step.bin"
+    zerojax.train_step(loss).compile(placed(), ROWS).save(file)
+    return file
 
 
 def test_a_step_is_compiled_saved_and_loaded(tmp_path, compiled):
@@ -50,19 +56,33 @@ def test_a_step_is_compiled_saved_and_loaded(tmp_path, compiled):
         loaded(state, ROWS[:, :16])
 
 
+def replicated():
+    return jax.sharding.NamedSharding(make_mesh(8), jax.sharding.PartitionSpec())
+
+
+CALLED_WITH = {
+    "a smaller batch": lambda: (placed(), ROWS[:8]),
+    "another plan": lambda: (placed(stage=2), ROWS),
+    "another place": lambda: (jax.device_put(placed(), replicated()), ROWS),
+    "a key": lambda: (placed(), ROWS, jax.random.key(0)),
+}
+
+
+@pytest.mark.parametrize("name", CALLED_WITH)
+def test_a_compiled_step_says_what_it_is_for(name, saved):
+    step = zerojax.load_step(saved, zerojax.train_step(loss), placed(), ROWS)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        step(*CALLED_WITH[name]())
+    (note,) = getattr(raised.value, "__notes__", [""])
+    assert note.endswith("compile that for them too: step.compile(state, batch).")
+
+
 OTHERS = {
     "the program": lambda: (lambda params, x: loss(params, x) * 2, placed(), ROWS),
     "the stage": lambda: (loss, placed(stage=2), ROWS),
     "the devices": lambda: (loss, placed(devices=4), ROWS),
     "the shapes of the batch": lambda: (loss, placed(), ROWS[:8]),
 }
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    file = tmp_path_factory.mktemp("steps") / "step.bin"
-    zerojax.train_step(loss).compile(placed(), ROWS).save(file)
-    return file
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -83,12 +103,56 @@ def test_an_option_and_another_jax_are_named(saved, monkeypatch):
         zerojax.load_step(saved, zerojax.train_step(loss), placed(), ROWS)
 
 
-@pytest.mark.parametrize("keep", [0, 5, -100])
+def test_a_program_that_jax_lowers_otherwise_is_refused(tmp_path):
+    """Its jaxpr is the same. In the file are the other numbers."""
+    file, dropout = tmp_path / "step.bin", jax.random.key(0)
+    drawn = lambda params, x: loss(params, x * jax.random.normal(dropout, (32,)))
+    zerojax.train_step(drawn).compile(placed(), ROWS).save(file)
+    with (
+        jax.threefry_partitionable(not jax.config.jax_threefry_partitionable),
+        pytest.raises(ValueError, match="\n  the program: "),
+    ):
+        zerojax.load_step(file, zerojax.train_step(drawn), placed(), ROWS)
+
+
+def test_an_optimizer_that_is_passed_is_known_by_what_it_does(tmp_path):
+    """In another process it is another object."""
+
+    def step(rate):
+        tx, params = optax.sgd(rate), {"w": jnp.ones((32, 64))}
+        state = {"params": params, "opt_state": tx.init(params)}
+        plan = zerojax.plan(state, stage=3, mesh=make_mesh())
+        return zerojax.train_step(loss, plan=plan, tx=tx), plan.place(state)
+
+    (one, state), (same, again), (other, last) = map(step, (0.1, 0.1, 0.2))
+    one.compile(state, ROWS).save(file := tmp_path / "step.bin")
+    assert_close(zerojax.load_step(file, same, again, ROWS)(again, ROWS), one(state, ROWS), 0)
+    with pytest.raises(ValueError, match=r"something else:\n  the program: .*\nCompile"):
+        zerojax.load_step(file, other, last, ROWS)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 20, -100])
 def test_damaged_files_are_refused(keep, saved, tmp_path):
-    file = tmp_path / "damaged.bin"
-    file.write_bytes(saved.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"damaged.bin is .*step.compile\(state, batch\)"):
+    """Of XLA's code, one other byte crashes the process."""
+    file, data = tmp_path / "damaged.bin", saved.read_bytes()
+    write = r"step.compile\(state, batch\).save\(path\)"
+    with pytest.raises(FileNotFoundError, match=rf"no compiled step is at .*damaged.bin.*{write}"):
         zerojax.load_step(file, zerojax.train_step(loss), placed(), ROWS)
+    for damaged in (data[:keep], data[:keep] + bytes([data[keep] ^ 1]) + data[keep:][1:]):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"damaged.bin is (not|damaged).*{write}"):
+            zerojax.load_step(file, zerojax.train_step(loss), placed(), ROWS)
+
+
+def test_a_step_with_a_callback_cannot_be_saved(tmp_path):
+    def prints(params, x):
+        jax.debug.print("{}", x[0, 0])
+        return loss(params, x)
+
+    compiled = zerojax.train_step(prints).compile(placed(), ROWS)
+    with pytest.raises(ValueError, match=r"cannot write this step .*Take callbacks out of the"):
+        compiled.save(tmp_path / "step.bin")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_step_of_nnx_is_compiled_saved_and_loaded(tmp_path):

@@ -285,3 +285,24 @@ def test_annotated_weights_are_made_where_a_mesh_is_set(kind, names):
     assert ("not in the mesh" in str(plan)) == ("model" not in names)
     for kernel in (state.params["kernel"].value, model.kernel.get_value()):
         assert kernel.addressable_shards[0].data.size == kernel.size // 8
+
+
+def test_the_mesh_is_that_of_the_arrays_or_the_one_that_is_set():
+    mesh, other = retyped(make_mesh(), EXPLICIT), retyped(tensor.cpu_mesh(), EXPLICIT, AUTO)
+    put = lambda array: jax.device_put(array, NamedSharding(mesh, P()))
+    made = make()
+    carried = made.replace(params=jax.tree.map(put, made.params))
+    with jax.set_mesh(other):
+        assert zerojax.plan(carried, stage=3).given_mesh == mesh
+        state = zerojax.shard_train_state(make, stage=3, axis=other.axis_names)
+        assert zerojax.shard_batch(ROWS).sharding == NamedSharding(other, P("data"))
+        zerojax.train_step(loss, donate=False)(state, ROWS)
+        grouped = zerojax.plan(make, stage=3, groups={"params": "data", "grads": "data"})
+    assert state.params["v"].sharding.mesh == other
+    assert grouped.batch_axes == other.axis_names
+    with (
+        jax.set_mesh(retyped(make_mesh(), AUTO)),
+        pytest.raises(ValueError, match="should match") as raised,
+    ):
+        zerojax.train_step(loss)(state, ROWS)
+    assert any("place the state on the one that is set" in note for note in raised.value.__notes__)

@@ -24,17 +24,16 @@ def test_a_reading_holds(name):
 
 
 def test_a_reading_that_moved_is_named_on_an_unknown_jax(monkeypatch):
-    """Before the first step; not on versions that are known."""
+    """Before anything is traced, by hand too; not on versions that are known."""
     monkeypatch.setattr(_compat, "CALLS", frozenset({"renamed"}))
     monkeypatch.setattr(_compat, "scan_counts", lambda params: params["gone"])
     _readings.check.__wrapped__()
     monkeypatch.setattr(jax, "__version__", "0.99.0")
     monkeypatch.setattr(_readings, "check", _readings.check.__wrapped__)
-    step = zerojax.train_step(lambda params, x: jnp.mean(x @ params["w"]))
     state = {"params": {"w": jnp.ones((8, 8))}, "opt_state": ()}
     says = r"JAX 0.99.0 writes them otherwise: what jitted functions run, what a scan carries. Take"
     with pytest.raises(RuntimeError, match=says):
-        step(state, jnp.ones((8, 8)))
+        zerojax.plan(state, stage=3)
 
 
 def test_bind_keeps_the_source_line():

@@ -66,6 +66,17 @@ def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> 
             _check_devices(name, tree, plan)
     if isinstance(error, jax.errors.JaxRuntimeError) and _compat.OUT_OF_MEMORY in str(error):
         error.add_note(_out_of_memory(plan))
+    if isinstance(error, TypeError | ValueError) and _compat.NOT_COMPILED_FOR.search(str(error)):
+        error.add_note(
+            "A compiled step is for one plan, one optimizer object and one shape of batches. For "
+            "others, such as a smaller last batch, call the step that it was compiled from, or "
+            "compile that for them too: step.compile(state, batch)."
+        )
+    if _compat.OTHER_MESH in str(error):
+        error.add_note(
+            "jax.set_mesh has set another mesh than that of the state. Set the state's, "
+            "jax.set_mesh(mesh), or none, or place the state on the one that is set: mesh=mesh."
+        )
     if "mesh should be the same across the entire program" in str(error):  # of a callback
         error.add_note(
             "JAX compiles a callback only where all meshes have the same types of axes. Place the "

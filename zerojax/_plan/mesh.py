@@ -32,6 +32,15 @@ def _default_mesh() -> Mesh:
     return Mesh(np.concatenate([mesh.devices for mesh in meshes]), names, axis_types=types)
 
 
+def current() -> Mesh | None:
+    """Returns the mesh of `jax.set_mesh`, if there is one."""
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # inside of `jax.jit`, where JAX does not say
+        return None
+    return None if mesh.empty else mesh
+
+
 def mesh(**sizes: int) -> Mesh:
     """Makes a mesh of several levels, such as `mesh(node=4, gpu=8)`, the innermost last.
 
@@ -61,7 +70,7 @@ def mesh(**sizes: int) -> Mesh:
 def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, Axes]:
     """Returns the mesh and the ZeRO axes that `mesh=` and `axis=` stand for."""
     _processes.warn_if_not_joined()
-    mesh = _default_mesh() if mesh is None else mesh
+    mesh = (current() or _default_mesh()) if mesh is None else mesh
     _check_mesh(mesh)
     axes, names = as_names(axis), mesh.axis_names
     if axis is None:

@@ -36,7 +36,9 @@ class PlanOptions(Options):
     )
     _: dataclasses.KW_ONLY
     mesh: Mesh | None = option(
-        None, "the devices; default, all of them on one axis `data`. Its axes must be Auto."
+        None,
+        """the devices; default, the mesh whose Explicit axes arrays have in their types, or that
+        of `jax.set_mesh`, or else all devices on one axis `data`.""",
     )
     axis: str | Sequence[str] | None = option(
         None,

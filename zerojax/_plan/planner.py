@@ -14,7 +14,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax._axis_types import with_auto_axes
+from zerojax import _readings
+from zerojax._axis_types import carried_mesh, with_auto_axes
 from zerojax._declared import takes
 from zerojax._kernel import places as _places
 from zerojax._kernel.places import Axes, Groups, LeafPlan, Placement, chosen_groups, leaf_at
@@ -57,7 +58,8 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
         >>> print(plan.leaves[0].path, "is sharded along dimension", plan.leaves[0].dim)
         params/w is sharded along dimension 0
     """
-    given, axes = _devices(options)
+    _readings.check()  # what is traced first is the optimizer
+    given, axes = _devices(options, state_or_fn)
     mesh = with_auto_axes(given)
     groups = chosen_groups(options.stage, axes, {} if options.groups is None else options.groups)
     patterns = {} if options.overrides is None else options.overrides
@@ -90,13 +92,15 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
     return result
 
 
-def _devices(options: PlanOptions) -> tuple[Mesh, Axes]:
+def _devices(options: PlanOptions, state: PyTree) -> tuple[Mesh, Axes]:
     """Returns the mesh, and the axes that the batch is split over: all of them, with groups."""
-    axis = options.axis
-    if options.groups is not None and options.mesh is not None and axis is None:
-        axis = options.mesh.axis_names
-    mesh, axes = _mesh.resolve(options.mesh, axis)
-    if options.mesh is None and options.stage >= 1 and mesh.devices.size == 1:
+    axis, given = options.axis, options.mesh
+    if given is None:
+        given = carried_mesh(state) or _mesh.current()
+    if options.groups is not None and given is not None and axis is None:
+        axis = given.axis_names
+    mesh, axes = _mesh.resolve(given, axis)
+    if given is None and options.stage >= 1 and mesh.devices.size == 1:
         _warn_alone(mesh.devices.flat[0].platform)
     return mesh, axes
 

@@ -26,15 +26,20 @@ def folder() -> pathlib.Path | None:
         return None
 
 
+def programs_folder() -> pathlib.Path | None:
+    """Returns where JAX is to keep what steps compile to, if anywhere."""
+    path = folder()
+    return path and path / "programs"
+
+
 @functools.cache
 def keep() -> None:
     """Has JAX keep what it compiles, so that another process loads it, where the user has not
     decided it. Says so when it makes the folder."""
-    path = folder()
+    path = programs_folder()
     decided = jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache
     if path is None or decided:
         return
-    path = path / "programs"
     is_new = not path.is_dir()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)  # what is there is run

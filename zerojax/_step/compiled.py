@@ -21,7 +21,7 @@ from zerojax._plan.plan import Plan
 from zerojax._types import PyTree
 
 FIRST_LINE = b"zerojax step\n"
-LONGEST = 60  # characters of a fact: of longer ones, or of several lines, a digest is kept
+LONGEST = 300  # characters of a fact: of longer ones, or of several lines, a digest is kept
 Facts = dict[str, str]  # what a program depends on, each as text that a digest may stand for
 
 
@@ -58,11 +58,13 @@ class CompiledStep:
         """
         if jax.process_index() > 0:
             return
-        program = self.program or serialize_executable.serialize(self.executable)[0]
+        program = self.program or _serialized(self.executable)
         file = pathlib.Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)  # it may have taken minutes to compile
         beside = file.with_name(f"{file.name}.{os.getpid()}")
+        header = json.dumps([_digest(program), self.facts]).encode()
         try:
-            beside.write_bytes(FIRST_LINE + json.dumps(self.facts).encode() + b"\n" + program)
+            beside.write_bytes(FIRST_LINE + header + b"\n" + program)
             os.replace(beside, file)  # all of it, or nothing
         finally:
             beside.unlink(missing_ok=True)
@@ -71,8 +73,8 @@ class CompiledStep:
 def load_step(path: str | os.PathLike[str], step: Any, *args: PyTree) -> Any:
     """Loads a step that `step.compile(...).save(path)` has written.
 
-    The step is traced, which takes seconds, and not compiled. A file of another program, plan,
-    device or version of JAX is refused; the error names the difference.
+    The step is traced and lowered, which takes seconds, and not compiled. A file of another
+    program, plan, device or version of JAX is refused; the error names the difference.
 
     Load files that you trust: like JAX's own cache, such a file holds code.
 
@@ -95,19 +97,45 @@ def load_step(path: str | os.PathLike[str], step: Any, *args: PyTree) -> Any:
     return step.load(path, *args)
 
 
-def loaded(path: str | os.PathLike[str], traced: Any, plan: Plan, facts: Facts) -> CompiledStep:
-    """Returns the step in a file. Raises where it depends on other facts than these."""
-    data = pathlib.Path(path).read_bytes()
+def _serialized(executable: jax.stages.Compiled) -> bytes:
+    try:
+        return serialize_executable.serialize(executable)[0]
+    # What pickle raises for functions, and JAX for what it cannot write yet.
+    except (AttributeError, TypeError, pickle.PicklingError, NotImplementedError) as error:
+        raise ValueError(
+            f"JAX cannot write this step to a file ({error}). Take callbacks out of the loss "
+            "(jax.debug.print, jax.pure_callback): they are functions of this process."
+        ) from error
+
+
+def read(path: str | os.PathLike[str]) -> tuple[Facts, bytes]:
+    """Returns what the step in a file depends on, and its program."""
+    write = "step.compile(state, batch).save(path)."
+    try:
+        data = pathlib.Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"no compiled step is at {path}. Write it: {write}") from error
+    if not data.startswith(FIRST_LINE):
+        raise ValueError(f"{path} is not a compiled step. Write one: {write}")
     header, _, program = data.removeprefix(FIRST_LINE).partition(b"\n")
     try:
-        if not data.startswith(FIRST_LINE):
-            raise ValueError("it does not begin like one")
-        written = dict(json.loads(header))
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is not a compiled step ({error}). Write one: "
-            "step.compile(state, batch).save(path)."
-        ) from error
+        digest, facts = json.loads(header)
+    except ValueError:
+        digest, facts = "", {}
+    if digest != _digest(program):  # XLA crashes where it loads one
+        raise ValueError(f"{path} is damaged. Write it again: {write}")
+    return facts, program
+
+
+def loaded(
+    path: str | os.PathLike[str],
+    written: Facts,
+    program: bytes,
+    lowered: jax.stages.Lowered,
+    plan: Plan,
+    facts: Facts,
+) -> CompiledStep:
+    """Returns the step in a file. Raises where it depends on other facts than these."""
     differ = [name for name in {**written, **facts} if written.get(name) != facts.get(name)]
     if differ:
         both = [(k, written.get(k, "nothing"), facts.get(k, "nothing")) for k in differ]
@@ -116,18 +144,15 @@ def loaded(path: str | os.PathLike[str], traced: Any, plan: Plan, facts: Facts) 
             f"{path} has a step that was compiled for something else:{''.join(lines)}\nCompile it "
             "here: step.compile(state, batch).save(path)."
         )
-    in_tree = jax.tree.structure(traced.args_info)
-    out_tree = jax.tree.structure(traced.out_info)
     devices = list(plan.mesh.devices.flat)
-    try:
-        executable = serialize_executable.deserialize_and_load(
-            program, in_tree, out_tree, devices[0].client, devices
-        )
-    except (pickle.UnpicklingError, EOFError, jax.errors.JaxRuntimeError) as error:
-        raise ValueError(
-            f"{path} is damaged: {error}. Write it again: step.compile(state, batch).save(path)."
-        ) from error
+    executable = serialize_executable.deserialize_and_load(
+        program, lowered.in_tree, lowered.out_tree, devices[0].client, devices
+    )
     return CompiledStep(executable, plan, facts, program)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def short(facts: Facts) -> Facts:
@@ -135,6 +160,6 @@ def short(facts: Facts) -> Facts:
 
     def one(text: str) -> str:
         is_long = len(text) > LONGEST or "\n" in text
-        return hashlib.sha256(text.encode()).hexdigest()[:16] if is_long else text
+        return _digest(text.encode()) if is_long else text
 
     return {name: one(text) for name, text in facts.items()}

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import _compat, _fingerprint, _readings
+from zerojax import _compat, _fingerprint
 from zerojax._features import (
     host_state as _host_state,
     in_backward as _in_backward,
@@ -25,7 +25,7 @@ from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan, fingerprint
 from zerojax._progress import working
 from zerojax._run import agreement as _agreement
-from zerojax._step.compiled import CompiledStep, loaded, short
+from zerojax._step.compiled import CompiledStep, Facts, loaded, read, short
 from zerojax._step.step_options import Recipe
 from zerojax._types import PyTree, kinds_of
 
@@ -73,23 +73,26 @@ class Step:
     def compile(self, *args: PyTree) -> CompiledStep:
         """Compiles the step for `(state, batch[, rng])`, or for their shapes, and runs nothing."""
         with _arguments.explained(args, {}, self.recipe.plan):
-            traced, plan, facts = self._traced(args)
+            lowered, plan, facts = self._lowered(args)
             on_cpus = plan.mesh.devices.flat[0].platform == "cpu"
             compiled = _compat.compiled_anew if on_cpus else jax.stages.Lowered.compile
             with working("compiling the step"):
-                return CompiledStep(compiled(traced.lower()), plan, facts)
+                return CompiledStep(compiled(lowered), plan, facts)
 
     def load(self, path: str | os.PathLike[str], *args: PyTree) -> CompiledStep:
         """Loads what `compile(*args).save(path)` has written; see `zerojax.load_step`."""
+        written = read(path)
         with _arguments.explained(args, {}, self.recipe.plan):
-            return loaded(path, *self._traced(args))
+            return loaded(path, *written, *self._lowered(args))
 
-    def _traced(self, args: Sequence[PyTree]) -> tuple[Any, Plan, dict[str, str]]:
-        """Returns the traced step, its plan, and what its program depends on."""
+    def _lowered(self, args: Sequence[PyTree]) -> tuple[jax.stages.Lowered, Plan, Facts]:
+        """Returns the lowered step, its plan, and what its program depends on."""
         plan = _arguments.find_plan(args[0] if args else None, self.recipe.plan)
-        traced = self.for_args(*args).trace(*args)
-        facts = self.facts(plan, _fingerprint.of_shapes(args[1:]), traced.jaxpr)
-        return traced, plan, short(_agreement.versions() | facts)
+        lowered = self.for_args(*args).trace(*args).lower()
+        # A jaxpr would not say what JAX makes of it: how it draws random numbers, which blocks a
+        # kernel reads.
+        facts = self.facts(plan, _fingerprint.of_shapes(args[1:]), lowered.as_text())
+        return lowered, plan, short(_agreement.versions() | facts)
 
     def lower(self, *args: PyTree, **named: PyTree) -> jax.stages.Lowered:
         with _arguments.explained(args, named, self.recipe.plan):
@@ -111,7 +114,6 @@ class Step:
 
     def for_args(self, *args: PyTree, **named: PyTree) -> Jitted:
         """Returns the jitted function for the plan that the state was placed by."""
-        _readings.check()
         plan = self._plan_for(args, named)
 
         def trace() -> ClosedJaxpr:
@@ -161,16 +163,18 @@ class Step:
             options.pop(_xla_options.DOUBLE_BUFFER, None)
         return options
 
-    def facts(self, plan: Plan, shapes: str, closed: ClosedJaxpr) -> dict[str, str]:
+    def facts(self, plan: Plan, shapes: str, program: str) -> Facts:
         """Returns by name what a program depends on, for batches of these shapes."""
         options = vars(self.recipe.options) | self.make_jit.keywords
+        # Their texts have addresses; what they do is in the plan's facts and in the program.
+        options = {name: value for name, value in options.items() if name not in ("plan", "tx")}
         return {
             **{name: str(value) for name, value in options.items()},
             **fingerprint(plan),
             "the kind of devices": plan.mesh.devices.flat[0].device_kind,
             "the XLA options": f"{self.by_plan[plan][1]} {os.environ.get('XLA_FLAGS', '')}",
             "the shapes of the batch": shapes,
-            "the program": _fingerprint.of_program(closed),
+            "the program": program,
         }
 
     def agree(
@@ -189,8 +193,8 @@ class Step:
 
         def items() -> dict[str, str]:
             named_leaves = ((jax.tree_util.keystr(p), leaf) for p, leaf in batch)
-            closed = jitted.trace(*args, **named).jaxpr
-            return self.facts(plan, shapes, closed) | _fingerprint.of_values(named_leaves)
+            program = _fingerprint.of_program(jitted.trace(*args, **named).jaxpr)
+            return self.facts(plan, shapes, program) | _fingerprint.of_values(named_leaves)
 
         if not traced and (plan, shapes) not in self.agreed:
             trains = self.recipe.options.differentiates

@@ -203,7 +203,7 @@ def launch(arguments: argparse.Namespace) -> Outcome:
 
 def doctor(_: argparse.Namespace) -> Outcome:
     result = _doctor.examined(jax.local_devices(), os.environ)
-    text = str(result) if result.rows else result.title[0]
+    text = str(result) if result.rows else "\n".join(result.title)
     return result, result.to_dict(), text, not result.rows
 
 

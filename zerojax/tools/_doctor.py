@@ -4,6 +4,8 @@ Each fact has its source beside it. `docs/debugging.md` lists the same settings.
 """
 
 import collections
+import os
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from zerojax import _compat
@@ -19,6 +21,7 @@ DOCTOR_EXPLAINED = {
 Finding = tuple[str, str, str]  # the columns of the table
 BLACKWELL = 10  # the first number of its compute capabilities, and all that follow
 UNSET = "unset it"
+ENABLE = "JAX_ENABLE_COMPILATION_CACHE"
 
 # By variable: the values that cost, in lower case, or () for any that is not off; what they do.
 SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -52,6 +55,8 @@ def examined(devices: Sequence[Device], env: Mapping[str, str]) -> Table:
     rows = [row for check in CHECKS for row in check(devices, env)]
     here = counted(devices)
     title = [here] if rows else [f"{here}: nothing here is known to hang or slow a run."]
+    if not any(cache(devices, env)):
+        title.append(f"Compiled programs are kept in {_kept_in(env)}.")
     return Table(list(DOCTOR_EXPLAINED), rows, title=title, flexible=tuple(DOCTOR_EXPLAINED))
 
 
@@ -135,12 +140,26 @@ def settings(devices: Sequence[Device], env: Mapping[str, str]) -> Iterator[Find
 def cache(_: Sequence[Device], env: Mapping[str, str]) -> Iterator[Finding]:
     """Compiled programs that are not kept. marin-community/marin#8039: with a URL, XLA has nowhere
     to keep what it has tuned."""
-    path = env.get("JAX_COMPILATION_CACHE_DIR", "")
-    if "://" in path:
+    path, anew = env.get("JAX_COMPILATION_CACHE_DIR", ""), "each run compiles everything again"
+    if env.get(ENABLE, "1").lower() in ("0", "false", "off", "no", "n", "f"):
+        yield f"{ENABLE}={env[ENABLE]}", anew, UNSET
+    elif "://" in path:
         remedy = "name a folder of each host"
         yield f"JAX_COMPILATION_CACHE_DIR={path}", "XLA tunes matmuls anew in each run", remedy
     elif not path and _programs.folder() is None:
-        yield f"{_programs.VARIABLE}=", "each run compiles everything again", UNSET
+        yield f"{_programs.VARIABLE}=", anew, UNSET
+    elif not _is_writable(kept := _kept_in(env)):
+        yield f"{kept} cannot be written", anew, f"{_programs.VARIABLE}=, a folder of yours"
+
+
+def _kept_in(env: Mapping[str, str]) -> pathlib.Path:
+    return pathlib.Path(env.get("JAX_COMPILATION_CACHE_DIR") or _programs.programs_folder() or "")
+
+
+def _is_writable(path: pathlib.Path) -> bool:
+    """Whether a folder can be written, or made."""
+    there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 CHECKS = (one_process, one_connection, without_peers, unified_memory, cache, settings)

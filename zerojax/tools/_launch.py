@@ -18,9 +18,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any, TextIO
+from typing import IO, Any, BinaryIO
 
-PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 AFTER_SIGTERM = (0, 128 + signal.SIGTERM, -signal.SIGTERM)  # `Checkpoints` saves, and ends with 143
 PORT = 29500  # torchrun's, on which all hosts agree
 LINES_KEPT, SHOWN = 500, 20  # lines of standard error; of these without a traceback
@@ -128,9 +128,9 @@ def environments(
 class _Stream:
     """One of a process's streams: each line goes on with a prefix, and to its log as it is."""
 
-    def __init__(self, pipe: IO[bytes], out: TextIO, prefix: str, log: TextIO | None) -> None:
+    def __init__(self, pipe: IO[bytes], out: BinaryIO, prefix: bytes, log: BinaryIO | None) -> None:
         self.pipe, self.out, self.prefix, self.log = pipe, out, prefix, log
-        self.kept: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
+        self.kept: collections.deque[bytes] = collections.deque(maxlen=LINES_KEPT)
         self.rest = b""
 
     def read(self) -> bool:
@@ -139,12 +139,12 @@ class _Stream:
         *lines, self.rest = END_OF_LINE.split(self.rest + data)
         if not data and self.rest:
             lines, self.rest = [*lines, self.rest], b""
-        texts = [line.decode(errors="replace") for line in lines]
-        self.kept.extend(texts)
-        self.out.writelines(f"{self.prefix}{text}\n" for text in texts)
+        self.kept.extend(lines)
+        # As bytes: this process may have another encoding.
+        self.out.write(b"".join(b"%s%s\n" % (self.prefix, line) for line in lines))
         self.out.flush()
         if self.log is not None:
-            self.log.writelines(f"{text}\n" for text in texts)
+            self.log.write(b"".join(b"%s\n" % line for line in lines))
             self.log.flush()
         return bool(data)
 
@@ -152,16 +152,16 @@ class _Stream:
 class _Process:
     """A process of the run and its two streams."""
 
-    def __init__(self, command: Sequence[str], env: dict[str, str], log: TextIO | None) -> None:
+    def __init__(self, command: Sequence[str], env: dict[str, str], log: BinaryIO | None) -> None:
         self.rank = int(env["RANK"])
         # In a session of its own, ^C in the terminal reaches it once: from here.
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         pipes |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
         self.popen = subprocess.Popen(command, env=env, **pipes)
-        prefix = f"[{self.rank:>{len(str(int(env['WORLD_SIZE']) - 1))}}] "
+        prefix = f"[{self.rank:>{len(str(int(env['WORLD_SIZE']) - 1))}}] ".encode()
         assert self.popen.stdout is not None and self.popen.stderr is not None, "they are pipes"
-        self.output = _Stream(self.popen.stdout, sys.stdout, prefix, log)
-        self.errors = _Stream(self.popen.stderr, sys.stderr, prefix, log)
+        self.output = _Stream(self.popen.stdout, sys.stdout.buffer, prefix, log)
+        self.errors = _Stream(self.popen.stderr, sys.stderr.buffer, prefix, log)
 
     @property
     def status(self) -> int | None:
@@ -172,14 +172,15 @@ class _Process:
             self.popen.send_signal(number)
 
     def kill(self) -> None:
-        """Kills it with the processes that it has started, such as workers that load data."""
-        if self.status is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.popen.pid, signal.SIGKILL)
+        """Kills it with the processes that it has started, such as workers that load data. These
+        may outlive it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
 
     def ending(self) -> str:
         """Returns how it ended, and its traceback or the last lines of its standard error."""
-        status, lines = self.popen.wait(), list(self.errors.kept)
+        status = self.popen.wait()
+        lines = [line.decode(errors="replace") for line in self.errors.kept]
         how = f"status {status}" if status > 0 else signal.Signals(-status).name
         why = " (the kernel sends it when memory runs out)" if how == "SIGKILL" else ""
         begins = [n for n, line in enumerate(lines) if line.startswith(TRACEBACK)]
@@ -194,18 +195,23 @@ class Team:
     def __init__(self, grace: float) -> None:
         self.processes: list[_Process] = []
         self.grace = grace
-        self.told: list[int] = []  # the signals that were passed on
+        self.told: list[int] = []  # the signals that have come
+        self.passed_on = 0  # how many of them
         self.failed: _Process | None = None
         self.kills_at = float("inf")
 
-    def pass_on(self, number: int, _: object = None) -> None:
-        """Passes a signal on. A second ^C kills."""
-        for process in self.processes:
-            if number == signal.SIGINT and number in self.told:
-                process.kill()
-            else:
-                process.send(number)
+    def hear(self, number: int, _: object = None) -> None:
+        """Notes a signal. It may come while a process starts, which could not be told yet."""
         self.told.append(number)
+
+    def _pass_on(self) -> None:
+        """Passes signals on. A second ^C kills."""
+        for at in range(self.passed_on, len(self.told)):
+            number = self.told[at]
+            kills = number == signal.SIGINT and number in self.told[:at]
+            for process in self.processes:
+                process.kill() if kills else process.send(number)
+            self.passed_on = at + 1
 
     def watch(self) -> None:
         """Returns when all have ended. If one fails, the others have `grace` seconds to end."""
@@ -219,11 +225,13 @@ class Team:
                 for key, _ in ready:
                     if not key.data.read():
                         selector.unregister(key.fileobj)
+                        key.data.pipe.close()
                 # What it has started may go on, and keep its pipes open.
                 if over and not ready:
                     return
                 if not selector.get_map():
                     time.sleep(0.05)
+                self._pass_on()
                 self._end_together()
 
     def _end_together(self) -> None:
@@ -246,7 +254,8 @@ class Team:
         if signal.SIGINT in self.told:
             return 128 + signal.SIGINT
         if self.failed is None:
-            is_told = any(process.popen.wait() for process in self.processes)
+            statuses = [process.popen.wait() for process in self.processes]
+            is_told = any(statuses) or not statuses  # or before the first one started
             return 128 + signal.SIGTERM if is_told else 0
         print(f"\nzerojax: {self.failed.ending()}", file=sys.stderr, flush=True)
         status = self.failed.popen.wait()
@@ -256,15 +265,17 @@ class Team:
 @contextlib.contextmanager
 def _handling(team: Team) -> Iterator[None]:
     numbers = [getattr(signal, name) for name in PASSED_ON]
-    before = {number: signal.signal(number, team.pass_on) for number in numbers}
+    before = {number: signal.signal(number, team.hear) for number in numbers}
     before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # it must end the others
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for process in team.processes:
-            process.kill()
+        # What a run has started that ended well may go on.
+        if any(process.status != 0 for process in team.processes):
+            for process in team.processes:
+                process.kill()
 
 
 def launch(
@@ -272,15 +283,15 @@ def launch(
 ) -> int:
     """Runs the processes of this host; returns the exit code of all."""
     with contextlib.ExitStack() as files:
-        opened: list[TextIO | None] = [None] * len(environments)
+        opened: list[BinaryIO | None] = [None] * len(environments)
         if logs is not None:
             os.makedirs(logs, exist_ok=True)
             paths = [os.path.join(logs, f"{env['RANK']}.log") for env in environments]
-            opened = [files.enter_context(open(path, "w")) for path in paths]
+            opened = [files.enter_context(open(path, "wb")) for path in paths]
         team = Team(grace)
         with _handling(team):
             for env, log in zip(environments, opened, strict=True):
-                if not team.told:  # a signal reaches those that have started
+                if not team.told:
                     team.processes.append(_Process(command, env, log))
             team.watch()
             return team.code()
