@@ -239,3 +239,35 @@ def test_all_processes_load_what_the_first_one_has_written(launched, tmp_path):
         out, _ = ended(launched(COMPILED, *flags, PYTHONPATH=str(ROOT)), 0)
         found.append(re.findall(r"loss \S+", out))
     assert found[0] == found[1] and len(found[0]) == 2 and len({*found[0]}) == 1
+
+
+LEAVES = """
+import os, sys, time
+import zerojax
+from zerojax._run import processes
+
+processes.LONELY = 2.0
+zerojax.initialize()
+if os.environ["RANK"] == "1":
+    sys.exit({"a status": 3, "a text": "no data is left", "well": 0}[sys.argv[1]])
+time.sleep(6 if sys.argv[1] == "well" else 60)
+print("slept", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("a status", 3), ("a text", 1)])
+def test_sys_exit_ends_all_as_an_exception_does(launched, how, code):
+    """JAX would have the process wait five minutes for the others."""
+    started = time.monotonic()
+    flags = ("-n", "2", "--cpu", "--grace", "20", "program.py", how)
+    _, err = ended(launched(LEAVES, *flags, PYTHONPATH=str(ROOT)), code)
+    assert time.monotonic() - started < 25, "the other one sleeps for 60 s"
+    assert f"[0] zerojax: process 1 ended with status {code}\n" in err
+    said = err.partition("process 1 failed first")[2]
+    assert f"with status {code}. It wrote" in said and ("no data is left" in said) == (code == 1)
+
+
+def test_a_process_that_goes_on_after_another_has_ended_says_so(launched):
+    flags = ("-n", "2", "--cpu", "program.py", "well")
+    out, err = ended(launched(LEAVES, *flags, PYTHONPATH=str(ROOT)), 0)
+    assert "[0] slept\n" in out and err.count("[0] zerojax: the program of process 1 has ended") == 1

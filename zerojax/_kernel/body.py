@@ -59,7 +59,7 @@ def strip(vjp: Callable, known: Sequence[Array | None], wanted: Sequence[bool]) 
     [Note: residuals by identity] The function that `jax.vjp` returns is a pytree of residuals. If a
     residual is an input of the differentiated function, JAX returns the very object that went in,
     so `id` tells it from an equal value computed inside. JAX does so by habit, and promises
-    nothing. If it stopped, backward would keep full weights: `_readings.py` tries that on a new JAX.
+    nothing. If it stopped, backward would keep full weights: on a new JAX, `_readings.py` tries it.
     """
     index = {id(array): k for k, array in enumerate(known) if array is not None}
     leaves, treedef = jax.tree.flatten(vjp)

@@ -68,7 +68,7 @@ def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
             forget_devices(clients)
         left, one_failed = _meet(RAISED if failure else DONE)
         # All are here, or all were done, or one ended with its own error.
-        if len(left) == run.num_processes or not one_failed or _processes.first_failure():
+        if len(left) == run.num_processes or not one_failed or _processes.read(_processes.FAILED):
             return outcome.result()
         if len(left) < at_least:
             raise RuntimeError(

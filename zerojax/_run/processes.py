@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -20,6 +20,7 @@ from zerojax._run import agreement as _agreement, programs as _programs
 from zerojax._warn import warn
 
 FAILED = "zerojax/failed"  # the key under which a process that raised tells the others
+LEFT = "zerojax/left"  # and one whose program has ended
 _AGAIN: dict[str, Any] = {}  # arguments with which a process joins a later run
 NO_LOSS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")  # errors of XLA that no lost process causes
 NUMBERS_OF_PROCESSES = (
@@ -30,6 +31,10 @@ NUMBERS_OF_PROCESSES = (
 )
 OF_MTLS = "JAX_MTLS_"  # how the variables begin by which JAX encrypts
 GRACE = 5.0  # seconds after which C code ends a process whose threads do not run
+LONELY = 30.0  # seconds after another's end at which a process says that it goes on
+PREEMPTED = 128 + signal.SIGTERM  # the status of a process that has saved, as others may yet
+# Seconds from `sys.exit(1)` to the end of the program; after more, somebody has caught it.
+EXITING = 1.0
 
 
 def initialize(
@@ -135,13 +140,16 @@ def _end_together() -> None:
 
 
 class _SharedEnd:
-    """Tells the other processes of an uncaught exception, and listens for theirs.
+    """Tells the other processes of an uncaught exception or of `sys.exit(1)`, and listens for
+    theirs.
 
     Without it they would hang: at exit, JAX waits for the programs on the devices and then for the
     other processes, which wait for this one in a collective.
     """
 
     def __init__(self) -> None:
+        self.status, self.exited_at = 1, -float("inf")
+        self.exit, sys.exit = sys.exit, self.note_exit
         self.failed, self.over = threading.Event(), threading.Event()
         # All processes together ask process 0 at most a hundred times a second.
         self.seconds = max(1.0, _compat.run_of_processes().num_processes / 100)
@@ -150,25 +158,43 @@ class _SharedEnd:
         self.listener.start()
         atexit.register(self.leave)  # runs before JAX's own exit, which was registered earlier
 
+    def note_exit(self, status: object = None) -> NoReturn:
+        """Stands in for `sys.exit`: nothing else says at exit with which status a program ends."""
+        if status not in (None, 0, PREEMPTED):
+            self.status = status if isinstance(status, int) else 1
+            self.exited_at = time.monotonic()
+        self.exit(status)  # type: ignore
+
     def tell(self, kind: type, error: BaseException, trace: Any) -> None:
-        self.failed.set()
         self.show(kind, error, trace)
-        store, me = _compat.shared_store(), _compat.run_of_processes().process_id
-        if store is None:
-            return
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one failed before
-            store.key_value_set(FAILED, f"process {me} raised {kind.__name__}: {error}")
-        first = first_failure()
-        if first and not first.startswith(f"process {me} "):
+        self.tell_others(": ".join(filter(None, [f"raised {kind.__name__}", str(error)])))
+
+    def tell_others(self, what: str) -> None:
+        self.failed.set()
+        me = f"process {_compat.run_of_processes().process_id} "
+        self.write(FAILED, me + what)
+        first = read(FAILED)
+        if first and not first.startswith(me):
             say(f"before that, {first}")
 
+    def write(self, key: str, text: str) -> None:
+        if (store := _compat.shared_store()) is not None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was before
+                store.key_value_set(key, text)
+
     def listen(self) -> None:
-        beats = itertools.count()
-        while not self.over.wait(self.seconds) and (store := _compat.shared_store()) is not None:
+        beats, alone = itertools.count(), 0.0
+        while not self.over.wait(self.seconds) and _compat.shared_store() is not None:
             if may_lose_processes():
                 _agreement.beat(next(beats))
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # none has failed
-                text = store.key_value_try_get(FAILED)
+            elif alone < LONELY and (left := read(LEFT)):
+                alone += self.seconds
+                if alone >= LONELY:
+                    say(
+                        f"the program of {left} has ended, and this one goes on. A step would wait "
+                        "for it forever: give all processes as many batches."
+                    )
+            if text := read(FAILED):
                 if not self.failed.is_set():
                     say(f"{text}\nProcess {_compat.run_of_processes().process_id} ends with it.")
                 ends_itself = self.failed.wait(max(GRACE, 2 * self.seconds)) or self.over.is_set()
@@ -178,7 +204,7 @@ class _SharedEnd:
 
     def forget(self) -> None:
         """Stops telling and listening."""
-        sys.excepthook = self.show
+        sys.excepthook, sys.exit = self.show, self.exit
         atexit.unregister(self.leave)
         self.over.set()
         self.listener.join(2)
@@ -186,12 +212,17 @@ class _SharedEnd:
     def leave(self) -> None:
         self.over.set()
         self.listener.join(2)
+        if not self.failed.is_set():
+            if time.monotonic() - self.exited_at < EXITING:
+                self.tell_others(f"ended with status {self.status}")
+            else:
+                self.write(LEFT, f"process {_compat.run_of_processes().process_id}")
         if self.failed.is_set():
             if _compat.run_of_processes().process_id == 0:
                 time.sleep(2 * self.seconds)  # the others still read the store in this process
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)
+            os._exit(self.status)
         run = _compat.run_of_processes()
         if may_lose_processes() and run.service is not None:
             # JAX does not wait for the others at exit here, and they need process 0 to leave.
@@ -222,10 +253,10 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def first_failure() -> str | None:
-    """Returns the message of a process of this run that raised, if one did."""
+def read(key: str) -> str | None:
+    """Returns what a process of this run has told the others under a key, if one has."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        return _compat.shared_store().key_value_try_get(FAILED)
+        return _compat.shared_store().key_value_try_get(key)
     return None
 
 
