@@ -270,4 +270,6 @@ def test_sys_exit_ends_all_as_an_exception_does(launched, how, code):
 def test_a_process_that_goes_on_after_another_has_ended_says_so(launched):
     flags = ("-n", "2", "--cpu", "program.py", "well")
     out, err = ended(launched(LEAVES, *flags, PYTHONPATH=str(ROOT)), 0)
-    assert "[0] slept\n" in out and err.count("[0] zerojax: the program of process 1 has ended") == 1
+    assert (
+        "[0] slept\n" in out and err.count("[0] zerojax: the program of process 1 has ended") == 1
+    )
