@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from tests.processes import ROOT
+from zerojax._run import programs
 
 B200, H100 = ("NVIDIA B200", "10.0"), ("NVIDIA H100 80GB HBM3", "9.0")
 RTX4090, GB10 = ("NVIDIA GeForce RTX 4090", "8.9"), ("NVIDIA GB10", "12.1")
@@ -57,6 +58,15 @@ def test_hazards_of_gpus(found):
     assert "NCCL_P2P_DISABLE=1" in remedy
     _, [(_, does, remedy)] = found(1, GB10, XLA_CLIENT_MEM_FRACTION="0.9")
     assert "freezes" in does and "90%" in does and "XLA_CLIENT_MEM_FRACTION=0.6" in remedy
+
+
+def test_a_folder_that_the_user_names_and_cannot_write(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "file"))
+    undecided = types.SimpleNamespace(jax_compilation_cache_dir="", jax_enable_compilation_cache=1)
+    monkeypatch.setattr(programs, "jax", types.SimpleNamespace(config=undecided))
+    with pytest.warns(UserWarning, match=r"ZEROJAX_CACHE=.*file: compiled programs are not kept"):
+        programs.keep.__wrapped__()
 
 
 def test_programs_that_are_not_kept(found, tmp_path):

@@ -243,9 +243,10 @@ def test_all_processes_load_what_the_first_one_has_written(launched, tmp_path):
 
 LEAVES = """
 import os, sys, time
-import zerojax
+import jax, zerojax
 from zerojax._run import processes
 
+jax.config.update("jax_num_cpu_devices", 3)
 processes.LONELY = 2.0
 zerojax.initialize()
 if os.environ["RANK"] == "1":
@@ -270,6 +271,6 @@ def test_sys_exit_ends_all_as_an_exception_does(launched, how, code):
 def test_a_process_that_goes_on_after_another_has_ended_says_so(launched):
     flags = ("-n", "2", "--cpu", "program.py", "well")
     out, err = ended(launched(LEAVES, *flags, PYTHONPATH=str(ROOT)), 0)
-    assert (
-        "[0] slept\n" in out and err.count("[0] zerojax: the program of process 1 has ended") == 1
-    )
+    said = "[0] zerojax: the program of process 1 has ended"
+    assert "[0] slept\n" in out and err.count(said) == 1
+    assert "this process has 3 emulated devices, and its launcher asks for 1" in err

@@ -29,6 +29,7 @@ NUMBERS_OF_PROCESSES = (
     "SLURM_STEP_NUM_TASKS",
     "OMPI_COMM_WORLD_SIZE",
 )
+OF_CPUS = "JAX_NUM_CPU_DEVICES"  # JAX emulates as many where there is no GPU
 OF_MTLS = "JAX_MTLS_"  # how the variables begin by which JAX encrypts
 GRACE = 5.0  # seconds after which C code ends a process whose threads do not run
 LONELY = 30.0  # seconds after another's end at which a process says that it goes on
@@ -95,8 +96,20 @@ def initialize(
     count = jax.process_count()
     _end_together()
     _programs.keep()
+    _check_devices(os.environ.get(OF_CPUS))
     log(f"zerojax: {count} process{'es' * (count > 1)}, {jax.device_count()} devices")
     return count
+
+
+def _check_devices(emulated: str | None) -> None:
+    """Warns if the program emulates other numbers of devices than its launcher has it do."""
+    count = jax.local_device_count("cpu") if emulated and jax.default_backend() == "cpu" else 0
+    if count and str(count) != emulated:
+        warn(
+            f"this process has {count} emulated devices, and its launcher asks for {emulated} "
+            f"({OF_CPUS}). Take jax_num_cpu_devices and the device count of XLA_FLAGS out of the "
+            "program, or start it with as many devices."
+        )
 
 
 def not_joined() -> str:

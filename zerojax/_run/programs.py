@@ -11,6 +11,8 @@ import sys
 
 import jax
 
+from zerojax._warn import warn
+
 VARIABLE = "ZEROJAX_CACHE"  # names another folder, or none
 LEAST_SECONDS = 0.1  # that a kept program took to compile; by default JAX keeps those of a second
 
@@ -43,7 +45,9 @@ def keep() -> None:
     is_new = not path.is_dir()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)  # what is there is run
-    except OSError:  # a home that is not there, or is not ours
+    except OSError as error:  # a home that is not there, or is not ours
+        if VARIABLE in os.environ:
+            warn(f"{VARIABLE}={os.environ[VARIABLE]}: compiled programs are not kept ({error}).")
         return
     jax.config.update("jax_compilation_cache_dir", str(path))
     if jax.config.jax_persistent_cache_min_compile_time_secs == 1.0:  # JAX's default
@@ -51,6 +55,6 @@ def keep() -> None:
     if is_new and jax.process_index() == 0:
         print(
             f"zerojax: compiled programs are kept in {path}, and loaded by later runs. "
-            f"{VARIABLE}= keeps none, JAX_COMPILATION_CACHE_DIR=... names another folder.",
+            f"{VARIABLE}=... names another folder than {path.parent}, {VARIABLE}= none.",
             file=sys.stderr,
         )
