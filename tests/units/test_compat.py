@@ -36,6 +36,18 @@ def test_a_reading_that_moved_is_named_on_an_unknown_jax(monkeypatch):
         zerojax.plan(state, stage=3)
 
 
+def test_residuals_that_are_copies_are_no_longer_what_went_in(monkeypatch):
+    """Full weights would be kept for backward: see the note in `body.py`."""
+    vjp = jax.vjp
+
+    def copying(*args):
+        out, backward = vjp(*args)
+        return out, jax.tree.map(lambda leaf: leaf + 0, backward)
+
+    monkeypatch.setattr(jax, "vjp", copying)
+    assert not _readings.READINGS["what a vjp keeps"]()
+
+
 def test_bind_keeps_the_source_line():
     (eqn,) = jax.make_jaxpr(jnp.sin)(jnp.ones(2)).jaxpr.eqns
     lowered = jax.jit(lambda x: _compat.bind(eqn, [x])).lower(jnp.ones(2))
