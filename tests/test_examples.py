@@ -326,6 +326,29 @@ def test_mezo_steps_the_same_on_one_device(example):
 
 
 @pytest.mark.ci
+def test_relatives_of_mezo_move_other_weights_or_walk_otherwise(example):
+    mezo, model = example("mezo"), example("train_gpt").GPT(4, 32, 16)
+    text = np.random.default_rng(0).integers(0, 256, (8, 17)).astype(np.int32)
+    make_state = lambda: {"params": model.init(jax.random.key(0), text[:, 1:])["params"]}
+    loss_fn = lambda params, text: example("train_gpt").next_byte_loss(model, params, text)
+    plan, before = zerojax.plan(make_state, stage=3), jax.jit(make_state)()["params"]
+
+    def moved(step):
+        state, _ = step(plan.place(make_state), zerojax.shard_batch(text), jax.random.key(1))
+        return jax.tree.map(np.subtract, zerojax.full_params(state), before)
+
+    plain = moved(mezo.mezo_step(loss_fn, plan, 1.0, 1e-3))
+    assert_close(moved(mezo.zo2_step(model, plan, 1.0, 1e-3)), plain, 2e-2)
+    some = moved(mezo.mezo_step(loss_fn, plan, 1.0, 1e-3, share=0.5))["blocks"]["up"]["kernel"]
+    assert np.sum(abs(some).max((1, 2)) > 0) == 2
+    small = mezo.medians(before)
+    step = mezo.mezo_step(loss_fn, plan, 1.0, 1e-3, largest=small)
+    still = abs(before["embed"]["embedding"]) > small["embed"]["embedding"]
+    along = abs(moved(step)["embed"]["embedding"])
+    assert along[still].max() == 0 and np.mean(along[~still] > 0) > 0.99
+
+
+@pytest.mark.ci
 def test_muon_by_layer_is_optax_s_for_the_flops_of_a_share(example):
     """Of two stacks of three layers, no device orthogonalizes more than one layer."""
     muon, mesh = example("muon"), make_mesh()
