@@ -129,6 +129,7 @@ RUNS = {
     f"mezo {SMALL} --steps 3 --base {{base}}": r"Adam \d+\.\d+\n(?s:.*)step 3: validation loss",
     f"muon {TINY} --steps 3": "step 3: validation loss",
     f"compare_stages {TINY} --steps 1": r"\n +0 .* 3 x, \S+ +- +- +1\.00 x\n",
+    f"tensor_parallel {TINY} --steps 1 --grid 2x2": r"P\(None, 'row', 'column'\)(?s:.*)over column",
     f"tensor_parallel {TINY} --steps 1": "all-(reduce|gather) over tensor.*all-(gather|reduce) ov",
     f"mixture_of_experts {TINY} --steps 1": "all-to-all over expert",
     f"context_parallel {TINY} --dim 64 --steps 1": "all-to-all over sequence",
