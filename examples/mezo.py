@@ -60,10 +60,6 @@ add_base(parser)
 # ---- the direction
 
 
-def n_leaves(params):
-    return len(jax.tree.leaves(params))
-
-
 def is_stack(path):
     return path[0].key == "blocks"
 
@@ -143,9 +139,8 @@ def zo2_step(model, plan, lr, eps):
     signs = jnp.array([eps, -eps])
 
     def at_both_ends(params, text, key):
-        keys = jax.tree.unflatten(
-            jax.tree.structure(params), jax.random.split(key, n_leaves(params))
-        )
+        tree = jax.tree.structure(params)
+        keys = jax.tree.unflatten(tree, jax.random.split(key, tree.num_leaves))
         ends = jax.tree.map(
             lambda leaf, key: jax.vmap(lambda by: leaf + by * drawn(key, leaf, False))(signs),
             *({name: tree[name] for name in tree if name != "blocks"} for tree in (params, keys)),
@@ -166,9 +161,9 @@ def zo2_step(model, plan, lr, eps):
             logits = nn.RMSNorm().apply({"params": norm}, x) @ table.T
             return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
-        split = lambda key: jax.random.split(key, model.layers)
-        layers = params["blocks"], jax.tree.map(split, keys["blocks"])
-        xs, _ = jax.lax.scan(visit, table[:, text[:, :-1]] + positions[:, None], layers)
+        keys = jax.tree.map(lambda key: jax.random.split(key, model.layers), keys["blocks"])
+        x = table[:, text[:, :-1]] + positions[:, None]
+        xs, _ = jax.lax.scan(visit, x, (params["blocks"], keys))
         losses = jax.vmap(loss)(xs, table, ends["norm"])
         return losses.mean(), losses[0] - losses[1]
 
@@ -186,6 +181,10 @@ def zo2_step(model, plan, lr, eps):
 # ---- training
 
 
+def make_params(model):
+    return model.init(jax.random.key(0), jnp.zeros((1, model.tokens), "int32"))["params"]
+
+
 def peak_mib(step, state, batch, *key, plan=None):
     return zerojax.audit(step, state, batch, *key, plan=plan).memory.peak / 2**20
 
@@ -194,8 +193,7 @@ def compare_memory(args, model, loss_fn, plan, step, batch):
     """Prints the peak memory of each device for a step of each kind."""
 
     def with_adam():
-        params = model.init(jax.random.key(0), jnp.zeros((1, args.tokens), "int32"))["params"]
-        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+        return TrainState.create(apply_fn=None, params=make_params(model), tx=optax.adam(1e-3))
 
     state = plan.abstract()
     adam = zerojax.plan(with_adam, stage=args.stage).abstract()
@@ -207,18 +205,13 @@ def compare_memory(args, model, loss_fn, plan, step, batch):
     )
 
 
-def make_step(way, args, model, loss_fn, plan, params):
-    if way == "zo2":
-        return zo2_step(model, plan, args.lr, args.eps)
-    kind = {"lezo": {"share": args.share}, "sparse": {"largest": medians(params)}}.get(way, {})
-    return mezo_step(loss_fn, plan, args.lr, args.eps, args.accumulate, **kind)
-
-
 def train(args, model, loss_fn, plan, way):
     """Returns the peak memory in MiB of each device, and the validation loss in the end."""
     training, validation = read_code()
     state = {"params": zerojax.checkpoint.import_safetensors(args.base, like=plan)}
-    step = make_step(way, args, model, loss_fn, plan, state["params"])
+    kind = {"lezo": {"share": args.share}, "sparse": {"largest": medians(state["params"])}}
+    step = mezo_step(loss_fn, plan, args.lr, args.eps, args.accumulate, **kind.get(way, {}))
+    step = zo2_step(model, plan, args.lr, args.eps) if way == "zo2" else step
     eval_step = zerojax.eval_step(loss_fn, plan=plan)
     data = train_gpt.batches(training, args.batch, args.tokens + 1)
     batch = zerojax.shard_batch(next(data))
@@ -246,18 +239,10 @@ def main():
     train_missing_base(args)
     model = train_gpt.GPT(args.layers, args.dim, args.tokens)
     loss_fn = lambda params, text: train_gpt.next_byte_loss(model, params, text)
-
-    def make_state():
-        text = jnp.zeros((1, args.tokens), "int32")
-        return {"params": model.init(jax.random.key(0), text)["params"]}
-
-    plan = zerojax.plan(make_state, stage=args.stage)
-    results = {
-        way: train(args, model, loss_fn, plan, way)
-        for way in (WAYS if args.compare else [args.way])
-    }
-    for way, (peak, loss) in results.items() if args.compare else ():
-        zerojax.run.log(f"{way:8}{peak:6.2f} MiB per device, validation loss {loss:.4f}")
+    plan = zerojax.plan(lambda: {"params": make_params(model)}, stage=args.stage)
+    for way in WAYS if args.compare else [args.way]:
+        peak, loss = train(args, model, loss_fn, plan, way)
+        zerojax.run.log(f"{way}: {peak:.2f} MiB per device, validation loss {loss:.4f}")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,8 @@ def test_scripts_are_short_and_explain_their_options(example):
         assert len(script.read_text().splitlines()) < 250, script
         if script.stem != "multihost_ray":  # which needs Ray
             usage = example(script.stem).parser.format_help()
-            assert usage.startswith("usage:") and "--accumulate" in usage, script
+            has_microbatches = script.stem != "cyclic"  # a device has one, and takes turns with it
+            assert usage.startswith("usage:") and ("--accumulate" in usage) == has_microbatches
 
 
 # -- a few steps of each
@@ -134,6 +135,7 @@ RUNS = {
     f"mixture_of_experts {TINY} --steps 1": "all-to-all over expert",
     f"context_parallel {TINY} --dim 64 --steps 1": "all-to-all over sequence",
     f"context_parallel {TINY} --dim 64 --steps 1 --attention ring --sequence 4": "permute over",
+    "cyclic --steps 20 --width 80 --batch 32": r"sends \d+\.\d+ MiB a step to one other",
     f"pipeline {TINY} --steps 1": "collective-permute over pipe",
 }
 
@@ -350,6 +352,26 @@ def test_relatives_of_mezo_move_other_weights_or_walk_otherwise(example):
 
 
 @pytest.mark.ci
+def test_cyclic_steps_are_those_of_a_gradient_one_step_old(example):
+    cyclic, steps, lr = example("cyclic"), 4, 0.05
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(steps, 32, 16)).astype(np.float32)
+    labels = rng.integers(0, 10, (steps, 32))
+    layers = cyclic.init_layers(jax.random.key(0), 8, 16)
+
+    def loss(layers, x, labels):
+        x, _ = jax.lax.scan(lambda x, w: (cyclic.layer(w, x), None), x, layers)
+        return cyclic.loss_of(x, labels)
+
+    versions = [layers, layers]
+    for batch in zip(images, labels, strict=True):
+        grads = jax.grad(loss)(versions[-2], *batch)
+        versions.append(jax.tree.map(lambda w, g: w - lr * g, versions[-1], grads))
+    trained, _ = cyclic.trainer(zerojax.mesh(data=8), lr)(layers, images, labels)
+    assert_close(trained, versions[steps], 1e-5)
+
+
+@pytest.mark.ci
 def test_muon_by_layer_is_optax_s_for_the_flops_of_a_share(example):
     """Of two stacks of three layers, no device orthogonalizes more than one layer."""
     muon, mesh = example("muon"), make_mesh()
@@ -416,6 +438,7 @@ FULL = {  # figures, the last of its kind each, and between what they are
         r"MeZO (\d+\.\d+)": (3.53, 3.67),
         r"Adam (\d+\.\d+)\n": (14.2, 15.6),
     },
+    "cyclic": {r"(\d+\.\d+)% of unseen": (97, 100), r"sends (\d+\.\d+) MiB": (13.9, 14.1)},
     "muon": {LOSS: (0, 2.4)},
     "muon --compare --steps 0": {  # GFLOP and MiB
         r"Adam, stage 3 +(\d\.\d+) ": (0.45, 0.49),
