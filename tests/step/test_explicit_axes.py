@@ -203,6 +203,29 @@ def test_a_loss_written_for_explicit_axes(stage):
         assert f'<@mesh, [{{}}, {{"tensor"}}]> : tensor<16x{width}xf32>' in text
 
 
+def resharding_loss(params, x):
+    """Names `tensor` only for weights: a stack of layers, and one layer's."""
+
+    def layer(x, p):
+        down = jax.sharding.reshard(p["down"], P("tensor", None))
+        return x + jnp.matmul(jnp.tanh(x @ p["up"]), down, out_sharding=P(None, None)), None
+
+    params = params | {"up": jax.sharding.reshard(params["up"], P(None, None, "tensor"))}
+    return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loss_names_an_axis_for_weights_alone(stage):
+    """They rest as the plan says, and the loss gets them sharded over that axis too."""
+    mesh = retyped(tensor.cpu_mesh(), EXPLICIT, EXPLICIT)
+    state = zerojax.shard_train_state(tensor.make_state, stage=stage, mesh=mesh)
+    step = zerojax.train_step(resharding_loss)
+    assert zerojax.verify(step, state, tensor.BATCH)
+    text = step.lower(state, tensor.BATCH).compile().as_text()
+    products = set(re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text))
+    assert products and not any(str(tensor.INNER) in product for product in products), products
+
+
 def test_a_wrong_spec_of_a_loss_is_said():
     state = tensor.placed(retyped(tensor.cpu_mesh(), EXPLICIT, EXPLICIT), 3)
     step = zerojax.train_step(lambda p, x: jnp.mean(jax.sharding.reshard(x, P("model"))))

@@ -125,7 +125,8 @@ def columns_dim(cut: Cut, shape: Sequence[int], counts: Sequence[int]) -> int | 
     routes = [route for route in (cut.gather, cut.reduce) if route.axes]
     devices = max((route.devices for route in routes), default=1)
     is_padded = cut.dim and (cut.gather.padding or cut.reduce.padding)
-    if cut.dim is None or cut.others or is_padded or not cut.reduce.axes or devices == 1:
+    is_others = cut.others or cut.asked
+    if cut.dim is None or is_others or is_padded or not cut.reduce.axes or devices == 1:
         return None
     dims = [cut.dim] if cut.dim else range(1, cut.rank)
     fitting = (d for d in dims if all(shape[d] % route.devices == 0 for route in routes))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from zerojax import _compat
@@ -150,9 +151,12 @@ class Splitter:
             # Cast the shard, not the weight: the gather then moves the narrower dtype.
             self.kinds[eqn.outvars[0]] = cast
         elif name == "sharding_constraint" and isinstance(kinds[0], Shard):
-            # It names axes of the user's own (flax's `unbox` of a partitioned stack), which shard
-            # the shard already. To obey it, the engine would have to gather the loop's full stack.
-            self.kinds[eqn.outvars[0]] = kinds[0]
+            # It names axes of the user's own. These often shard the shard already (Flax's `unbox`
+            # of a partitioned stack). Others are for the full weight: to obey it here, the engine
+            # would have to gather the full stack of a loop.
+            spec = getattr(eqn.params["sharding"], "spec", PartitionSpec())
+            cut = kinds[0].cut.asked_for(spec)
+            self.kinds[eqn.outvars[0]] = dataclasses.replace(kinds[0], cut=cut)
         elif shards := self.readers.viewed(eqn, kinds[0] if kinds else None):
             self.kinds.update(zip(eqn.outvars, shards, strict=True))
         elif self.attach and (attached := self.attach(eqn, self)):

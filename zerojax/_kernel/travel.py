@@ -115,7 +115,8 @@ class Cut:
     `gather` from shards to devices, its gradient back along `reduce`.
 
     `others` names, for each dimension, the user's own mesh axes that shard it (a `tensor` axis); it
-    is empty if there are none. `path` is for messages and traces.
+    is empty if there are none. `asked` names those by which the loss wants the full weight sharded,
+    if the shard is not. `path` is for messages and traces.
     """
 
     dim: int | None  # None: the parameter is replicated, and so is its all-reduced gradient
@@ -125,6 +126,7 @@ class Cut:
     reduce: Route = NOWHERE
     use_dtype: DTypeLike | None = None  # in the loss, if that is wider
     others: tuple[Entry, ...] = ()
+    asked: tuple[Entry, ...] = ()
     path: str = "a parameter"
 
     @property
@@ -148,9 +150,20 @@ class Cut:
     def moved(self, dims: Sequence[int | None]) -> "Cut":
         """Returns the sharding of a view whose dimension k is dimension `dims[k]` of this array
         (None: a new one)."""
-        others = tuple(None if d is None else self.others[d] for d in dims) if self.others else ()
+
+        def along(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+            return tuple(None if d is None else entries[d] for d in dims) if entries else ()
+
         dim = None if self.dim is None else list(dims).index(self.dim)
-        return dataclasses.replace(self, dim=dim, rank=len(dims), others=others)
+        own = {"others": along(self.others), "asked": along(self.asked)}
+        return dataclasses.replace(self, dim=dim, rank=len(dims), **own)
+
+    def asked_for(self, spec: PartitionSpec) -> "Cut":
+        """Returns the sharding with what a constraint of the loss asks for, if it names axes by
+        which the shard is not sharded already."""
+        entries = (*spec, *[None] * (self.rank - len(spec)))
+        named = names_in(e for e in entries if e is not PartitionSpec.UNCONSTRAINED)
+        return self if named <= names_in(self.others) else dataclasses.replace(self, asked=entries)
 
 
 def named(cuts: Sequence[Cut]) -> contextlib.AbstractContextManager:
@@ -261,8 +274,9 @@ def arrive(held: Held, cut: Cut, crossed: Transit = ()) -> Transit:
 
 
 def full(arrived: Transit, cut: Cut) -> Array:
-    """Returns the weight as the loss uses it: decoded, without padding, in its dtype."""
-    return _open(arrived, cut).astype(cut.final_dtype)
+    """Returns the weight as the loss uses it: decoded, without padding, in its dtype and place."""
+    weight = _open(arrived, cut).astype(cut.final_dtype)
+    return lax.with_sharding_constraint(weight, PartitionSpec(*cut.asked)) if cut.asked else weight
 
 
 def gathered(shard: Array, cut: Cut) -> Array:
