@@ -255,13 +255,32 @@ def test_what_needs_axes_of_another_type_is_told_with_a_remedy():
         + jax.lax.stop_gradient(jax.pure_callback(lambda x: np.float32(0), seen, x))
     )
     for kind, loss, remedy in (
-        (AUTO, explicit_loss, "Place it on a mesh of Explicit axes"),
+        (AUTO, explicit_loss, "Place the state on a mesh of Explicit axes"),
         (EXPLICIT, calls, "Place the state on a mesh of Auto axes"),
     ):
         state = tensor.placed(retyped(tensor.cpu_mesh(), kind, kind), 3)
         with pytest.raises(ValueError) as told:
             zerojax.train_step(loss)(state, tensor.BATCH)
         assert remedy in "".join(told.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("types", "spec"),
+    [((EXPLICIT, AUTO), "('data', 'tensor')"), ((AUTO, EXPLICIT), "('data', None)")],
+)
+def test_of_a_mixed_mesh_the_axis_is_named_that_a_loss_may_not_name(types, spec):
+    """The error is that of JAX on this mesh, at the same line."""
+    state = tensor.placed(retyped(tensor.cpu_mesh(), *types), 3)
+
+    def loss(params, x):
+        x = jnp.matmul(x, params["up"][0], out_sharding=P("data", None))
+        return jnp.mean(jnp.matmul(x, params["down"][0], out_sharding=P("data", "tensor")))
+
+    with pytest.raises(ValueError) as told:
+        zerojax.train_step(loss)(state, tensor.BATCH)
+    auto = ("data", "tensor")[types.index(AUTO)]
+    assert re.search(rf"P(artitionSpec)?{re.escape(spec)} .*name: {auto} .*Auto", str(told.value))
+    assert f"The axis {auto!r} of the state's mesh is Auto" in "".join(told.value.__notes__)
 
 
 def test_padded_weights_are_whole_in_types_where_a_user_reads_them():

@@ -243,10 +243,11 @@ def traced_where_it_can_be(
             failed.append(error)
             if len(failed) > 1 and not _is_of_mesh(error):
                 break
-    # Errors of a mesh that is not the user's say little, and that of no mesh nothing.
+    # Errors of a mesh that is not the user's say little, and that of no mesh nothing. Of those that
+    # have axes of the user's types, the last has most: what it refuses, JAX itself would refuse.
     errors = [error for error in failed if not _is_of_mesh(error)]
     errors += [error for error in failed[1:-1] if NOT_EXPLICIT not in str(error)]
-    errors += failed
+    errors += [*failed[1:-1][::-1], *failed]
     raise _explained(errors[0], meshes[0]) from errors[0].__cause__
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, ParamSpec
 
@@ -138,7 +139,7 @@ def loss_and_grads(
     # Without this jit, a call from plain Python would run the loss one operation at a time.
     jitted, inputs = jax.jit(run), (values, arg_values, program.traced.closed_over, state)
     try:
-        with _noted_errors():
+        with _noted_errors(plan):
             if not sums_narrow(plan.mesh, plan.batch_axes):
                 _check_sums(jitted.trace(*inputs).jaxpr.jaxpr)
             loss, aux, grads, new, squares = _nans.run(
@@ -181,7 +182,7 @@ def _program(
         shapes = cast_floats([full, *arg_tree.unflatten(parts)], precision.compute)
         has_aux, mutable = options.has_aux, options.mutable
         over, names = (plan.mesh, plan.batch_axes), (mutable, plan.absent, plan.explicit_mesh)
-        with explained_dtypes(precision.compute or precision.param), _noted_errors():
+        with explained_dtypes(precision.compute or precision.param), _noted_errors(plan):
             return trace_loss(loss_fn, shapes, has_aux, *over, *names)
 
     ways = plan.size * options.accumulate
@@ -259,15 +260,18 @@ def grad_norm(grads: PyTree, norms: Sequence[Array] = ()) -> Array:
 
 
 @contextlib.contextmanager
-def _noted_errors() -> Iterator[None]:
+def _noted_errors(plan: Plan) -> Iterator[None]:
     """Adds a remedy to an error of another library that names none."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:
-        if NOT_EXPLICIT in str(error):
+        mesh = (plan.given_mesh or plan.mesh).abstract_mesh
+        named = re.search(rf"{NOT_EXPLICIT}.*axis name: (\S+) of type", str(error), re.S)
+        if named is not None and named[1] in mesh.auto_axes:
             error.add_note(
-                "The axes of the state's mesh are Auto. Place it on a mesh of Explicit axes, as "
-                "jax.make_mesh makes them, or write jax.lax.with_sharding_constraint(x, spec)."
+                f"The axis {named[1]!r} of the state's mesh is Auto. Place the state on a mesh of "
+                "Explicit axes, as jax.make_mesh makes them, or leave the axis out of that spec, "
+                "and write jax.lax.with_sharding_constraint(x, spec) with Auto axes only."
             )
         if "Closing over inputs to shard_map" in str(error) and "Explicit" in str(error):
             error.add_note(
