@@ -102,7 +102,7 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
             pair: tuple[nnx.Module, nnx.Optimizer] = nnx.eval_shape(lambda: nnx.merge(*made()))
         model, optimizer = pair
     else:
-        source = state(model, optimizer)
+        source = _nnx_state.shown_state(model, optimizer)
     planned = {f.name: getattr(options, f.name) for f in dataclasses.fields(PlanOptions)}
     placed = _planner.shard_train_state(source, **planned)
     if options.precision is not None and options.precision.stores:

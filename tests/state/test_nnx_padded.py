@@ -172,3 +172,26 @@ def test_a_model_is_placed_again(devices, options, columns):
     zerojax.nnx.shard(model, optimizer, mesh=make_mesh(devices), **options)
     assert model.kernel.get_raw_value().shape == (31, columns) and model.kernel.shape == (31, 257)
     assert_equal_bits(model.kernel[...], before)
+
+
+def test_a_model_with_another_parameter_is_placed_again_with_a_new_optimizer():
+    """As the errors say; the variables that rest padded give it their logical values."""
+    model, optimizer = zerojax.nnx.shard(*make(tx=optax.adam(1e-2)), stage=3, mesh=SIX)
+    step = zerojax.nnx.train_step(lambda model, x: loss(model, x) * model.scale[0])
+    model.scale = nnx.Param(jnp.ones(1))
+    again = (
+        r"scale is not in the plan. Place both again: zerojax.nnx.shard\(model, optimizer, stage"
+    )
+    with pytest.raises(ValueError, match=again):
+        step(model, optimizer, X)
+    anew = r"nnx.Optimizer\(model, tx, wrt=nnx.Param\)"
+    with pytest.raises(
+        ValueError, match=rf"mu/scale is missing. Make it again: optimizer = {anew}"
+    ):
+        zerojax.nnx.shard(model, optimizer, stage=3, mesh=SIX)
+    before = np.asarray(model.kernel[...])
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    zerojax.nnx.shard(model, optimizer, stage=3, mesh=SIX)
+    assert_equal_bits(model.kernel[...], before)
+    assert model.kernel.get_raw_value().shape != model.kernel.shape
+    zerojax.verify(*step.pure(model, optimizer, X)).check()

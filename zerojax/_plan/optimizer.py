@@ -42,7 +42,8 @@ def typed_state(
         plain = jax.eval_shape(tx.init, treedef.unflatten(params))
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # it reads the value of a tracer
         return None, "tx.init needs values"  # as will the update, which raises then
-    _check_match(opt_state, plain)
+    remedy = getattr(type(state), "optimizer_again", "Make it again: opt_state = tx.init(params).")
+    _check_match(opt_state, plain, remedy)
     explicit = dict.fromkeys(rule.mesh.axis_names, AxisType.Explicit)
     typed_mesh = rule.mesh.abstract_mesh.update_axis_types(explicit)
     typed = [
@@ -62,7 +63,7 @@ def typed_state(
     return padded, None
 
 
-def _check_match(opt_state: PyTree, remade: PyTree) -> None:
+def _check_match(opt_state: PyTree, remade: PyTree, remedy: str) -> None:
     """Raises if an optimizer state is not what `tx.init(params)` has made."""
     have, want = (
         {leaf.name: tuple(shape_dtype(leaf.value).shape) for leaf in leaves_with_paths(tree)}
@@ -75,7 +76,6 @@ def _check_match(opt_state: PyTree, remade: PyTree) -> None:
         odd = f"has shape {shape}, but tx.init(params) makes {wanted}"
         if shape is None or wanted is None:
             odd = "is missing" if shape is None else "is only in the state"
-        remedy = "Make it again: opt_state = tx.init(params)."
         if shape and shape[1:] == wanted:
             remedy = (
                 "If the state is a stack of copies, as for jax.pmap, pass one of them: "

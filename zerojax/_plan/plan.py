@@ -185,7 +185,8 @@ class Plan(Layout):
     def check_structure(self, state: PyTree) -> None:
         """Raises if `state` is not the tree that this plan was made for."""
         have = {leaf.name: leaf.value for leaf in _state.leaves_of(state)}
-        _check_same(have, {leaf.path: leaf for leaf in self.leaves})
+        again = getattr(type(state), "plan_again", None)
+        _check_same(have, {leaf.path: leaf for leaf in self.leaves}, again)
 
     def check_params(self, params: PyTree) -> None:
         """Raises if `params` are not the parameters that this plan was made for."""
@@ -213,9 +214,16 @@ class Plan(Layout):
         return _show.plan_table(self)._repr_html_()
 
 
-def _check_same(have: Mapping[str, PyTree], want: Mapping[str, LeafPlan]) -> None:
+def _check_same(
+    have: Mapping[str, PyTree], want: Mapping[str, LeafPlan], remedy: str | None = None
+) -> None:
     """Raises for the first leaf that is not the plan's, by path, shape or dtype."""
-    remedy = "Make a plan for this state: zerojax.plan(state, stage=...)."
+    padded = ""
+    if remedy is None:
+        remedy = "Make a plan for this state: zerojax.plan(state, stage=...)."
+        padded = (
+            " If the leaf rests padded, pass it without the padding, from zerojax.unpad(state)."
+        )
     for path in [*want, *have]:
         if path not in have or path not in want:
             where = "missing from the state" if path in want else "not in the plan"
@@ -224,8 +232,7 @@ def _check_same(have: Mapping[str, PyTree], want: Mapping[str, LeafPlan]) -> Non
         if got.dtype != leaf.dtype or got.shape not in (leaf.shape, leaf.padded_shape):
             raise ValueError(
                 f"state leaf {path} is {got.dtype}{list(got.shape)} and the plan was made for "
-                f"{leaf.dtype}{list(leaf.shape)}. {remedy} If the leaf rests padded, pass it "
-                "without the padding, from zerojax.unpad(state)."
+                f"{leaf.dtype}{list(leaf.shape)}. {remedy}{padded}"
             )
 
 

@@ -44,6 +44,12 @@ class State(TrainState):
     """
 
     makes_models = True  # `update` has variables show logical shapes: see `carried.hides_padding`
+    # What to do where a plan, or the optimizer, was made for another model.
+    plan_again = (
+        "Place both again: zerojax.nnx.shard(model, optimizer, stage=...). If parameters are new, "
+        "gone or of another shape, first make optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
+    )
+    optimizer_again = "Make it again: optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
 
     variables: dict[str, PyTree]
 
@@ -81,6 +87,19 @@ class State(TrainState):
 def state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
     """Returns the arrays of a model and its optimizer as one state, for `zerojax.save`."""
     return nnx.as_pure(with_variables(model, optimizer))
+
+
+def shown_state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
+    """Returns that state for a plan: of a new optimizer, which has none that says what is padded,
+    with the values that variables show."""
+    apart = with_variables(model, optimizer)
+
+    def shown(value: PyTree) -> PyTree:
+        return value.get_value() if isinstance(value, Padded) else value
+
+    if _carried.carried_plan(apart) is None:
+        apart = jax.tree.map(shown, apart, is_leaf=lambda value: isinstance(value, Padded))
+    return nnx.as_pure(apart)
 
 
 def with_variables(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
