@@ -41,7 +41,7 @@ from zerojax._state.nnx_structure import Structure
 from zerojax._state.state import state_of
 from zerojax._step import step as _step
 from zerojax._step.step_options import LossOptions, StepOptions
-from zerojax._types import PyTree, is_key
+from zerojax._types import PyTree, is_key, kinds_of
 
 
 def _optimizer(optimizer: object) -> object:
@@ -165,6 +165,14 @@ class ModelStep:
                 "optimizer, stage=3), with groups= and the like; do so again for a new optimizer "
                 "of a sharded model."
             )
+        leaves, treedef = jax.tree.flatten(placed)
+        traced = any(issubclass(kind, Tracer) for kind in kinds_of(batch))  # inside `jax.jit`
+        if not traced and (back := plan.brought_back(leaves)):
+            leaves = [back.get(at, leaf) for at, leaf in enumerate(leaves)]
+            placed = treedef.unflatten(leaves)
+            update(model, optimizer, placed)
+            if plan.pads_params:  # new variables may show logical values only now
+                placed = self.structure.state(model, optimizer)
         # A step returns replicated counts; from counts elsewhere, it would compile a second time.
         everywhere = NamedSharding(plan.mesh, PartitionSpec())
         for variable in _nnx_state.stream_variables(rng, nnx.RngState):

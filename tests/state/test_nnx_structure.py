@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, Mesh
 
 import zerojax
 import zerojax.nnx
@@ -293,3 +294,32 @@ def test_objects_that_only_their_class_can_open_are_split_each_time(splits):
     trained(step, model, optimizer)
     assert splits == [Boxed] * 2
     assert not np.allclose(model.box.inside[...], 0.3)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_that_a_user_puts_into_variables_go_where_the_plan_has_them(kind):
+    """Elsewhere, they would make another program. The user's own arrays stay valid."""
+    mesh = Mesh(TWO.devices, TWO.axis_names, axis_types=(kind,))
+    of = lambda rngs: nnx.Linear(16, 5, rngs=rngs)  # padded
+    model, optimizer = make(of, tx=ADAM)
+    zerojax.nnx.shard(model, optimizer, stage=3, mesh=mesh, min_shard_size=1)
+    train, evaluate = zerojax.nnx.train_step(loss), zerojax.nnx.eval_step(loss)
+    other = nnx.state(of(nnx.Rngs(1)))
+    on_host = jax.tree.map(np.asarray, other)
+    places = [leaf.sharding for leaf in jax.tree.leaves(nnx.state(model))]
+    for change in (
+        lambda: nnx.update(model, other),
+        lambda: nnx.update(model, on_host),
+        lambda: setattr(model, "kernel", nnx.Param(other["kernel"][...])),
+        lambda: optimizer.opt_state[0].count.set_value(jnp.zeros((), jnp.int32)),
+    ):
+        evaluate(model, optimizer, X), train(model, optimizer, X)
+        change()
+        wanted = loss(nnx.clone(model), X)
+        assert float(evaluate(model, optimizer, X)["loss"]) == pytest.approx(
+            float(wanted), rel=1e-5
+        )
+        assert [leaf.sharding for leaf in jax.tree.leaves(nnx.state(model))] == places
+        train(model, optimizer, X)
+    assert train.functional._cache_size() == evaluate.functional._cache_size() == 1
+    assert_equal_bits(other, on_host)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 from jax.typing import ArrayLike
@@ -23,6 +24,14 @@ def own(tree: PyTree, devices: Iterable[Device]) -> PyTree:
     if next(iter(devices)).platform != "cpu" or not has_numpy:
         return tree
     return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
+
+
+def is_elsewhere(value: object, place: Sharding) -> bool:
+    """Whether a value is an array that is not at `place`, however JAX spells that."""
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+        is_named = isinstance(value.sharding, NamedSharding)
+        return not (is_named and value.sharding.is_equivalent_to(place, value.ndim))
+    return isinstance(value, np.ndarray)
 
 
 def moved(value: ArrayLike, sharding: NamedSharding) -> Array:

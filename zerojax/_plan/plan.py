@@ -86,6 +86,22 @@ class Plan(Layout):
         _padding.warn_of_padding(placed, self)
         return placed
 
+    def brought_back(self, leaves: Sequence[PyTree]) -> dict[int, Array]:
+        """Returns, by position, arrays that a user has put in place of a state's, moved to where
+        the plan has them. Anywhere else, they would have `jax.jit` compile a step once more."""
+        if len(leaves) != len(self.leaves):
+            return {}
+        pairs = enumerate(zip(leaves, self.shardings, strict=True))
+        odd = [at for at, (x, place) in pairs if getattr(x, "sharding", None) != place]
+        found = {}
+        for at, value, leaf in ((at, leaves[at], self.leaves[at]) for at in odd):
+            if not _move.is_elsewhere(value, self.shardings[at]):
+                continue
+            if value.dtype == leaf.dtype and value.shape in (leaf.shape, leaf.padded_shape):
+                value = padded(value, leaf.padded_shape)
+                found[at] = _move.moved(value, self.shardings[at])
+        return found
+
     def _agree(self, state: Callable[[], dict[str, str]]) -> None:
         """Raises if processes have different states, programs that make them, or plans."""
         _agreement.agree("placing a state", lambda: fingerprint(self) | state(), self.mesh)
