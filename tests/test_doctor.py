@@ -69,6 +69,13 @@ def test_a_folder_that_the_user_names_and_cannot_write(monkeypatch, tmp_path):
         programs.keep.__wrapped__()
 
 
+def test_a_share_of_memory_that_is_no_number(found):
+    _, [first, (seen, does, remedy)] = found(1, GB10, XLA_CLIENT_MEM_FRACTION="60%")
+    assert "75%" in first[1]
+    assert seen == "XLA_CLIENT_MEM_FRACTION=60%" and "all GPUs out" in does and "0.75" in remedy
+    assert found(1, H100, XLA_CLIENT_MEM_FRACTION="") == (0, [])
+
+
 def test_programs_that_are_not_kept(found, tmp_path):
     """The tests keep theirs in a folder of JAX's, and have none of zerojax's."""
     _, [(seen, does, _)] = found(1, H100, JAX_ENABLE_COMPILATION_CACHE="false")

@@ -102,8 +102,23 @@ def test_a_module_on_cpus_of_the_second_host(launched):
     flags = ("-n", "1", "--cpu", "--devices", "4", "--port", "9", "-m", "program", "-n", "3")
     out, _ = ended(launched(TOLD, *flags, **NODES), 0)
     assert out == "[1] h0 9 2 1 0 1 cpu 4 - - -n 3\n"
-    out, _ = ended(launched(TOLD, *flags[:5], "program.py", **SLURM), 0)
+    out, err = ended(launched(TOLD, *flags[:5], "program.py", **SLURM), 0)
+    assert err.startswith("zerojax: 1 process of 4 emulated CPU devices meets at gpu07:61441\n")
     assert out == "[2] gpu07 61441 3 2 0 1 cpu 4 - -\n", "the port is that of the job"
+
+
+@pytest.mark.parametrize(
+    ("listed", "first"),
+    [
+        ("alone", "alone"),
+        ("a1,b[2-3]", "a1"),
+        ("gpu[07-08,11],cpu1", "gpu07"),
+        ("rack[1-2]node[01-04,9],rack3", "rack1node01"),
+        ("n[3,5]-ib", "n3-ib"),
+    ],
+)
+def test_the_first_host_of_a_list_of_slurm(listed, first):
+    assert _launch.hosts({}, SLURM | {"SLURM_STEP_NODELIST": listed}).address == first
 
 
 @pytest.mark.parametrize(
@@ -186,10 +201,16 @@ REFUSED = {
     "no GPU": (["p.py"], {"CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible here: pass -n 2.*--cpu"),
     "how many": (["--cpu", "p.py"], {}, r"CPUs have any number of devices: pass -n 2, say\."),
     "too many": (["-n", "3", "--devices", "2", "p.py"], {}, "3 .* 2 GPUs each: 4 are .* -n 2, or"),
+    "too many for one": (
+        ["-n", "1", "--devices", "8", "p.py"],
+        {},
+        "1 process with 8 GPUs: 4 .*--devices 4,",
+    ),
     "no file": (["missing.py"], {}, r"missing\.py is no file here\. Pass -m before it"),
     "which host": (["--nodes", "2", "p.py"], {}, "--nodes 2: pass --node too, the number of this"),
     "where": (["--nodes", "2", "--node", "0", "p.py"], {}, "pass --address too, host 0"),
     "host 2": (["--node", "2", "p.py"], NODES, r"--node 2: 2 hosts are numbered 0 to 1\."),
+    "host 1": (["--node", "1", "p.py"], {}, r"--node 1: the only host is 0\."),
     "srun": (["p.py"], SLURM | {"SLURM_STEP_NUM_TASKS": "24"}, "24 launchers on 3 .*per-node=1"),
 }
 

@@ -194,9 +194,11 @@ def launch(arguments: argparse.Namespace) -> Outcome:
         raise ValueError(f"{arguments.program} is no file here. Pass -m before it to run a module.")
     program = ["-m"] * arguments.is_module + [arguments.program, *arguments.arguments]
     environments = _launch.environments(os.environ, hosts, count, devices, cpu)
-    what = f"{devices} {'emulated CPU device' if cpu else 'GPU'}{'s' * (devices > 1)}"
-    place = f"{hosts.address}:{hosts.port}"
-    print(f"zerojax: {count} processes of {what} each meet at {place}", file=sys.stderr, flush=True)
+    what = _launch.number_of(devices, "emulated CPU device" if cpu else "GPU")
+    meet = (
+        f"{_launch.number_of(count, 'process')} of {what} {'each meet' if count > 1 else 'meets'}"
+    )
+    print(f"zerojax: {meet} at {hosts.address}:{hosts.port}", file=sys.stderr, flush=True)
     command = [sys.executable, *program]
     sys.exit(_launch.launch(command, environments, arguments.logs, arguments.grace))
 

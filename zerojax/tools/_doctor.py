@@ -22,6 +22,7 @@ Finding = tuple[str, str, str]  # the columns of the table
 BLACKWELL = 10  # the first number of its compute capabilities, and all that follow
 UNSET = "unset it"
 ENABLE = "JAX_ENABLE_COMPILATION_CACHE"
+SHARE = "XLA_CLIENT_MEM_FRACTION"
 
 # By variable: the values that cost, in lower case, or () for any that is not off; what they do.
 SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -115,13 +116,21 @@ def unified_memory(devices: Sequence[Device], env: Mapping[str, str]) -> Iterato
     NVIDIA/dgx-spark-playbooks#97 and #102, NVIDIA/open-gpu-kernel-modules#1358.
     """
     if any("GB10" in device.device_kind for device in devices):
-        share = env.get("XLA_CLIENT_MEM_FRACTION", "0.75")
+        share = 0.75 if any(unread_share(devices, env)) else float(env.get(SHARE) or 0.75)
         yield (
             "GB10: one memory for GPU and host",
-            f"the machine freezes when it runs out; JAX takes {float(share):.0%} of it at first, "
+            f"the machine freezes when it runs out; JAX takes {share:.0%} of it at first, "
             "and host memory (offload=) is the same memory",
-            "leave room for the host: XLA_CLIENT_MEM_FRACTION=0.6, say, and no offload=",
+            f"leave room for the host: {SHARE}=0.6, say, and no offload=",
         )
+
+
+def unread_share(_: Sequence[Device], env: Mapping[str, str]) -> Iterator[Finding]:
+    """A share of memory that is no number. JAX logs an error of its plugin, and goes on without."""
+    try:
+        float(env.get(SHARE) or 0)
+    except ValueError:
+        yield f"{SHARE}={env[SHARE]}", "no number: JAX leaves all GPUs out", f"{SHARE}=0.75, say"
 
 
 def settings(devices: Sequence[Device], env: Mapping[str, str]) -> Iterator[Finding]:
@@ -162,4 +171,12 @@ def _is_writable(path: pathlib.Path) -> bool:
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
-CHECKS = (one_process, one_connection, without_peers, unified_memory, cache, settings)
+CHECKS = (
+    one_process,
+    one_connection,
+    without_peers,
+    unified_memory,
+    unread_share,
+    cache,
+    settings,
+)

@@ -38,6 +38,11 @@ class Hosts:
     port: int
 
 
+def number_of(count: int, name: str) -> str:
+    """Returns "1 process" or "2 processes"."""
+    return f"{count} {name}{'' if count == 1 else 'es' if name.endswith('s') else 's'}"
+
+
 def hosts(named: Mapping[str, Any], env: Mapping[str, str]) -> Hosts:
     """Returns the hosts that flags name, or srun, or else the variables of other launchers."""
     told = _of_srun(env) if "SLURM_STEP_NUM_NODES" in env else _of_others(env)
@@ -49,7 +54,10 @@ def hosts(named: Mapping[str, Any], env: Mapping[str, str]) -> Hosts:
         if told.get(name) is None:
             raise ValueError(f"--nodes {count}: pass --{name} too, {remedy}.")
     if not 0 <= int(told["node"]) < count:
-        raise ValueError(f"--node {told['node']}: {count} hosts are numbered 0 to {count - 1}.")
+        numbers = (
+            f"{count} hosts are numbered 0 to {count - 1}" if count > 1 else "the only host is 0"
+        )
+        raise ValueError(f"--node {told['node']}: {numbers}.")
     port = int(told.get("port") or (PORT if count > 1 else _free_port()))
     return Hosts(count, int(told["node"]), told["address"], port)
 
@@ -58,16 +66,16 @@ def _of_srun(env: Mapping[str, str]) -> dict[str, Any]:
     count, tasks = int(env["SLURM_STEP_NUM_NODES"]), int(env.get("SLURM_STEP_NUM_TASKS", 1))
     if tasks > count:
         raise ValueError(
-            f"srun started {tasks} launchers on {count} hosts. Pass srun --ntasks-per-node=1: "
-            "zerojax launch starts the processes of a host."
+            f"srun started {tasks} launchers on {number_of(count, 'host')}. Pass srun "
+            "--ntasks-per-node=1: zerojax launch starts the processes of a host."
         )
     if count == 1:
         return {}
-    # node[07-09,12] begins with node07. JAX chooses ports by the job in the same way.
-    first = re.match(r"([^,\[]+)(?:\[(\d+))?", env["SLURM_STEP_NODELIST"])
+    # rack[1-2]node[07-09,12]-ib begins with rack1node07-ib. JAX chooses ports by the job, too.
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", env["SLURM_STEP_NODELIST"])
     assert first is not None, "Slurm names the hosts"
     port = 61440 + int(env["SLURM_JOB_ID"]) % 4096
-    name = first[1] + (first[2] or "")
+    name = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
     return {"nodes": count, "node": env["SLURM_NODEID"], "address": name, "port": port}
 
 
@@ -99,9 +107,11 @@ def processes_here(asked: int | None, devices: int, gpus: int | None, cpu: bool)
         )
     count = asked or (gpus or 0) // devices
     if not cpu and gpus is not None and not 0 < count * devices <= gpus:
+        each, are = " each" * (count > 1), "is" if gpus == 1 else "are"
+        fitting = f"-n {gpus // devices}" if devices <= gpus else f"--devices {max(gpus, 1)}"
         raise ValueError(
-            f"{count} processes with {devices} GPUs each: {gpus} are visible here. Pass "
-            f"-n {max(1, gpus // devices)}, or --cpu to rehearse without GPUs."
+            f"{number_of(count, 'process')} with {number_of(devices, 'GPU')}{each}: {gpus} {are} "
+            f"visible here. Pass {fitting}, or --cpu to rehearse without GPUs."
         )
     return count
 
