@@ -93,6 +93,7 @@ def test_what_was_compiled_for_something_else_is_refused(name, saved):
     text = str(raised.value)
     assert " there, " in text and "here: step.compile(state, batch).save(path)." in text
     assert "the version of JAX" not in text
+    assert ("the learning rate" in text) == (name == "the program")
 
 
 def test_an_option_and_another_jax_are_named(saved, monkeypatch):
@@ -127,7 +128,8 @@ def test_an_optimizer_that_is_passed_is_known_by_what_it_does(tmp_path):
     (one, state), (same, again), (other, last) = map(step, (0.1, 0.1, 0.2))
     one.compile(state, ROWS).save(file := tmp_path / "step.bin")
     assert_close(zerojax.load_step(file, same, again, ROWS)(again, ROWS), one(state, ROWS), 0)
-    with pytest.raises(ValueError, match=r"something else:\n  the program: .*\nCompile"):
+    says = r"something else:\n  the program: .* here \(.*, such as the learning rate, .*\)\nCompile"
+    with pytest.raises(ValueError, match=says):
         zerojax.load_step(file, other, last, ROWS)
 
 

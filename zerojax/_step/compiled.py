@@ -22,6 +22,12 @@ from zerojax._types import PyTree
 
 FIRST_LINE = b"zerojax step\n"
 LONGEST = 300  # characters of a fact: of longer ones, or of several lines, a digest is kept
+PROGRAM = "the program"
+# What no other fact tells.
+IN_THE_PROGRAM = (
+    "the loss, a constant of it or of the optimizer, such as the learning rate, the types of the "
+    "mesh's axes, or a setting of JAX"
+)
 Facts = dict[str, str]  # what a program depends on, each as text that a digest may stand for
 
 
@@ -140,6 +146,8 @@ def loaded(
     if differ:
         both = [(k, written.get(k, "nothing"), facts.get(k, "nothing")) for k in differ]
         lines = [f"\n  {name}: {there} there, {here} here" for name, there, here in both]
+        if differ == [PROGRAM]:
+            lines.append(f" ({IN_THE_PROGRAM})")
         raise ValueError(
             f"{path} has a step that was compiled for something else:{''.join(lines)}\nCompile it "
             "here: step.compile(state, batch).save(path)."

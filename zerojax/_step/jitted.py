@@ -25,7 +25,7 @@ from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan, fingerprint
 from zerojax._progress import working
 from zerojax._run import agreement as _agreement
-from zerojax._step.compiled import CompiledStep, Facts, loaded, read, short
+from zerojax._step.compiled import PROGRAM, CompiledStep, Facts, loaded, read, short
 from zerojax._step.step_options import Recipe
 from zerojax._types import PyTree, kinds_of
 
@@ -174,7 +174,7 @@ class Step:
             "the kind of devices": plan.mesh.devices.flat[0].device_kind,
             "the XLA options": f"{self.by_plan[plan][1]} {os.environ.get('XLA_FLAGS', '')}",
             "the shapes of the batch": shapes,
-            "the program": program,
+            PROGRAM: program,
         }
 
     def agree(
