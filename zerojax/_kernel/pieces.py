@@ -181,7 +181,8 @@ class Split:
 
 
 def _gathers(op: Op) -> bool:
-    return isinstance(op, Nested) and any(True for _ in shards_read([op]))
+    shards = any(True for _ in shards_read([op]))
+    return isinstance(op, Loop) or (isinstance(op, Scope) and shards)
 
 
 def _is_scan(op: Op) -> bool:
