@@ -1,6 +1,5 @@
-"""Models in plain JAX, and the names of their weights in Hugging Face's files.
-
-They are GPT-2, Llama, Mistral, Mixtral, Qwen 3, Gemma 3, the dense part of DeepSeek, and ViT.
+"""GPT-2, Llama, Mistral, Mixtral, Qwen 3, Gemma 3, the dense part of DeepSeek and ViT in plain JAX,
+and the names of their weights in Hugging Face's files.
 
 A checkpoint's `config.json` defines the model; its layers are one scan over stacked weights. The
 tables of names are for `zerojax.checkpoint`'s `import_safetensors` and `export_safetensors`. Copy
@@ -305,8 +304,7 @@ class Gemma3(Qwen3):
 
     def dims(self):
         dims = super().dims()
-        norms = ("attended_norm", "fed_norm")
-        dims["layers"] |= dict.fromkeys(norms, dims["layers"]["norm1"])
+        dims["layers"] |= dict.fromkeys(("attended_norm", "fed_norm"), dims["layers"]["norm1"])
         return dims
 
     def embedded(self, params, tokens):
@@ -347,7 +345,10 @@ class DeepSeek(Llama):
     """The dense part of DeepSeek 2 and 3: all attention, and the layers before those with experts.
     It computes if no layer has experts. The rotation pairs neighbours."""
 
-    ignore = r"rotary_emb|mlp\.(experts|shared_experts|gate)\."
+    @property
+    def ignore(self):
+        further = self.config["num_hidden_layers"]  # a layer of V3 that predicts further tokens
+        return rf"rotary_emb|mlp\.(experts|shared_experts|gate)\.|layers\.{further}\."
 
     @property
     def table(self):
@@ -360,11 +361,10 @@ class DeepSeek(Llama):
         layers |= {k: (dense, *layers[k][1:]) for k in ("gate", "up", "down")}
         n, d, heads, _ = layers["q"]
         rope, rest, value = c["qk_rope_head_dim"], c["qk_nope_head_dim"], c["v_head_dim"]
-        short, q_short = c["kv_lora_rank"], c.get("q_lora_rank")
-        if q_short:
+        short, q_short = c["kv_lora_rank"], c.get("q_lora_rank") or d
+        if "layers/q_a" in self.table:
             layers |= {"q_a": (n, d, q_short), "q_norm": (n, q_short)}
-        q_from = q_short or d
-        layers |= {"q": (n, q_from, heads, rest + rope), "kv": (n, short, heads, rest + value)}
+        layers |= {"q": (n, q_short, heads, rest + rope), "kv": (n, short, heads, rest + value)}
         layers |= {"kv_a": (n, d, short + rope), "kv_norm": (n, short)}
         return {**dims, "layers": layers | {"proj": (n, heads, value, d)}}
 

@@ -132,6 +132,7 @@ def test_of_a_deepseek_with_experts_the_dense_part_is_read(tmp_path):
     layer = "model.layers.2.mlp"
     experts = [f"{layer}.gate.weight", f"{layer}.gate.e_score_correction_bias"]
     experts += [f"{layer}.experts.0.up_proj.weight", f"{layer}.shared_experts.up_proj.weight"]
+    experts += ["model.layers.3.eh_proj.weight"]  # predicts further tokens
     more = {name: np.ones((2, 2), np.float32) for name in experts}
     dense = reference | {"config": config, "counts": counts}
     tensors = write(tmp_path / "theirs", dense, more=more)
@@ -143,6 +144,19 @@ def test_of_a_deepseek_with_experts_the_dense_part_is_read(tmp_path):
     np.testing.assert_array_equal(params["layers"]["up"], up.T[None])
     with pytest.raises(ValueError, match="Layers from 1 on have experts"):
         model(params, hf_reference.tokens())
+
+
+def test_a_gemma_reads_the_config_that_it_was_published_with():
+    """Before transformers 5 it had neither `layer_types` nor `rope_parameters`."""
+    config = dict(SMALL["gemma3"]["config"])
+    layers = {"layers": {"q": np.zeros((3, 32, 4, 10))}}
+    _, *wanted = model_of(config).layers(layers)
+    del config["layer_types"], config["rope_parameters"], config["tie_word_embeddings"]
+    config |= {"sliding_window_pattern": 2, "rope_local_base_freq": 100.0, "rope_theta": 1e4}
+    model = model_of(config | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert model.tied
+    for new, old in zip(wanted, model.layers(layers)[1:], strict=True):
+        np.testing.assert_array_equal(new, old)
 
 
 def test_another_model_type_is_refused(tmp_path):
