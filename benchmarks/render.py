@@ -13,7 +13,7 @@ import render_paper
 HERE = pathlib.Path(__file__).parent
 DOCS = HERE.parent / "docs"
 PAGES = tuple(
-    DOCS / f"{name}.md" for name in ("calibration", "choosing", "groups", "paper", "wires")
+    DOCS / f"{name}.md" for name in ("calibration", "choosing", "groups", "loss", "paper", "wires")
 ) + (HERE / "README.md",)
 MEMORY_GIB = 80e9 / 2**30  # of the GPUs in the tables
 FLAGS = {
@@ -200,6 +200,24 @@ def layered() -> str:
     """Renders microbatches one after another, layer by layer and as one batch, by the speed of the
     network."""
     return _by_speed("layered.json", LAYERS)
+
+
+def chunks() -> str:
+    """Renders peak memory and step time of losses in one piece and in chunks."""
+    rows = {row["row"]: row for row in _stored("chunks.json")["rows"]}
+    names = {row["row"].partition(", ")[2] for row in rows.values()}
+    tokens = list(dict.fromkeys(name.partition(",")[0] for name in rows))
+    lines = [_line(["loss", *(f"{each}, {what}" for each in tokens for what in ("GiB", "ms"))])]
+    lines.append("|---|" + "---:|" * (2 * len(tokens)))
+    for name in sorted(names, key=lambda name: ("update" in name, "chunks" in name)):
+        found = [rows[f"{each}, {name}"] for each in tokens]
+        cells = [(f"{row['peak_gib']:.1f}", f"{row['step_ms']:.0f}") for row in found]
+        lines.append(_line([_coded(name), *itertools.chain(*cells)]))
+    return "\n".join(lines)
+
+
+def _coded(name: str) -> str:
+    return re.sub(r"update=\S+", lambda option: f"`{option[0]}`", name)
 
 
 def wires() -> str:
@@ -396,6 +414,7 @@ TABLES = {
     "gpu": gpu,
     "largest": largest,
     "groups": groups,
+    "chunks": chunks,
     "layered": layered,
     "wires": wires,
     "choices": choices,

@@ -1,4 +1,4 @@
-"""Fine-tunes a GPT-2 or a Llama from Hugging Face, and writes it so that transformers reads it.
+"""Fine-tunes a language model from Hugging Face, and writes it so that transformers reads it.
 
     hf download openai-community/gpt2 --local-dir runs/gpt2
     python examples/finetune_hf.py --base runs/gpt2 --data ids.npy --export runs/mine

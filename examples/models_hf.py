@@ -1,4 +1,5 @@
-"""GPT-2, Llama and ViT in plain JAX, and the names of their weights in Hugging Face's files.
+"""GPT-2, Llama, Mistral, Mixtral, Qwen 3, Gemma 3, the dense part of DeepSeek and ViT in plain JAX,
+and the names of their weights in Hugging Face's files.
 
 A checkpoint's `config.json` defines the model; its layers are one scan over stacked weights. The
 tables of names are for `zerojax.checkpoint`'s `import_safetensors` and `export_safetensors`. Copy
@@ -55,6 +56,38 @@ LLAMA_NAMES = {
     "layers/gate": ("model.layers.{}.mlp.gate_proj.weight", DENSE),
     "layers/up": ("model.layers.{}.mlp.up_proj.weight", DENSE),
     "layers/down": ("model.layers.{}.mlp.down_proj.weight", DENSE),
+}
+
+QK_NORMS = {
+    "layers/q_norm": "model.layers.{}.self_attn.q_norm.weight",
+    "layers/k_norm": "model.layers.{}.self_attn.k_norm.weight",
+}
+EXPERT = "model.layers.{}.block_sparse_moe.experts.{}"
+MIXTRAL_NAMES = LLAMA_NAMES | {
+    "layers/router": ("model.layers.{}.block_sparse_moe.gate.weight", DENSE),
+    "layers/gate": (f"{EXPERT}.w1.weight", DENSE),
+    "layers/up": (f"{EXPERT}.w3.weight", DENSE),
+    "layers/down": (f"{EXPERT}.w2.weight", DENSE),
+}
+GEMMA_NAMES = {
+    **LLAMA_NAMES,
+    **QK_NORMS,
+    "layers/attended_norm": "model.layers.{}.post_attention_layernorm.weight",
+    "layers/norm2": "model.layers.{}.pre_feedforward_layernorm.weight",
+    "layers/fed_norm": "model.layers.{}.post_feedforward_layernorm.weight",
+}
+# Queries, keys and values come from short vectors. A small DeepSeek has no such one for queries.
+LATENT = "model.layers.{}.self_attn"
+DEEPSEEK_NAMES = {
+    **{k: v for k, v in LLAMA_NAMES.items() if k not in ("layers/k", "layers/v")},
+    "layers/kv_a": (f"{LATENT}.kv_a_proj_with_mqa.weight", DENSE),
+    "layers/kv_norm": f"{LATENT}.kv_a_layernorm.weight",
+    "layers/kv": (f"{LATENT}.kv_b_proj.weight", TO_HEADS),
+}
+SHORT_QUERIES = {
+    "layers/q_a": (f"{LATENT}.q_a_proj.weight", DENSE),
+    "layers/q_norm": f"{LATENT}.q_a_layernorm.weight",
+    "layers/q": (f"{LATENT}.q_b_proj.weight", TO_HEADS),
 }
 
 VIT, VIT_LAYER = "vit.embeddings", "vit.encoder.layer.{}"
@@ -134,19 +167,18 @@ class Llama:
 
     config: dict
 
-    ignore = r"rotary_emb"
+    table, ignore = LLAMA_NAMES, r"rotary_emb"
+    ties, added, activation = False, 0, staticmethod(jax.nn.silu)
+    window = None  # how many tokens a token sees, itself included; None: all before it
 
     @property
     def tied(self):
-        return self.config.get("tie_word_embeddings", False)
+        return self.config.get("tie_word_embeddings", self.ties)
 
     @property
     def names(self):
-        return {
-            ours: theirs
-            for ours, theirs in LLAMA_NAMES.items()
-            if not (ours == "head" and self.tied)
-        }
+        left_out = ("head",) if self.tied else ()
+        return {ours: theirs for ours, theirs in self.table.items() if ours not in left_out}
 
     def dims(self):
         c = self.config
@@ -160,46 +192,204 @@ class Llama:
         return {"embed": (c["vocab_size"], d), **head, "norm": (d,), "layers": layers}
 
     def __call__(self, params, tokens):
-        x, _ = jax.lax.scan(jax.checkpoint(self.layer), params["embed"][tokens], params["layers"])
+        layers = self.layers(params)
+        x, _ = jax.lax.scan(jax.checkpoint(self.layer), self.embedded(params, tokens), layers)
         head = params["embed"].T if self.tied else params["head"]
         return self.norm(x, params["norm"]) @ head
 
+    def embedded(self, params, tokens):
+        return params["embed"][tokens]
+
+    def layers(self, params):
+        """Returns what the loop over layers scans."""
+        return params["layers"]
+
     def layer(self, x, p):
-        h = self.norm(x, p["norm1"])
-        q, k, v = (jnp.einsum("rti,ihd->rthd", h, p[name]) for name in "qkv")
+        x += self.attended(self.norm(x, p["norm1"]), p)
+        return x + self.fed(self.norm(x, p["norm2"]), p), None
+
+    def attended(self, h, p):
+        q, k, v = self.heads(h, p)
+        window = self.window and (self.window - 1, 0)
         q, k = self.rotated(q), self.rotated(k)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x += jnp.einsum("rthd,hdo->rto", attended, p["proj"])
-        h = self.norm(x, p["norm2"])
-        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=window)
+        return jnp.einsum("rthd,hdo->rto", out, p["proj"])
+
+    def heads(self, h, p):
+        q, k, v = (jnp.einsum("rti,ihd->rthd", h, p[name]) for name in "qkv")
+        if "q_norm" in p:
+            q, k = self.norm(q, p["q_norm"]), self.norm(k, p["k_norm"])
+        return q, k, v
+
+    def fed(self, h, p):
+        return (self.activation(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
     def norm(self, x, scale):
         wide = x.astype(jnp.float32)
         mean_square = jnp.square(wide).mean(-1, keepdims=True)
-        scaled = wide * jax.lax.rsqrt(mean_square + self.config["rms_norm_eps"]) * scale
-        return scaled.astype(x.dtype)
+        scaled = wide * jax.lax.rsqrt(mean_square + self.config["rms_norm_eps"])
+        return (scaled * (self.added + scale)).astype(x.dtype)
 
-    def rotated(self, x):
-        angles = jnp.arange(x.shape[1])[:, None, None] * self.rates(x.shape[3])
+    def rotated(self, x, rates=None):
+        rates = self.rates(x.shape[3]) if rates is None else rates
+        angles = jnp.arange(x.shape[1])[:, None, None] * rates
         a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
         sin, cos = jnp.sin(angles), jnp.cos(angles)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
-    def rates(self, dim):
+    def rates(self, dim, rope=None):
         """Radians a token for each pair; from Llama 3.1 on, the slow pairs are slower still."""
         c = self.config  # transformers writes rope_parameters since version 5
-        rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+        rope = rope or c.get("rope_parameters") or c.get("rope_scaling") or {}
         theta = rope.get("rope_theta") or c.get("rope_theta", 10000.0)
         rates = (theta ** -(np.arange(0, dim, 2) / dim)).astype(np.float32)
         kind = rope.get("rope_type", "default")
-        if kind == "default":
-            return rates
+        if kind in ("default", "linear"):
+            return rates / rope.get("factor", 1.0) if kind == "linear" else rates
         if kind != "llama3":
-            raise ValueError(f"rope_type {kind!r} is neither default nor llama3. Add it here.")
+            raise ValueError(f"rope_type {kind!r} is none of default, linear, llama3. Add it here.")
         turns = rope["original_max_position_embeddings"] * rates / (2 * np.pi)
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         kept = np.clip((turns - low) / (high - low), 0, 1)
         return rates * (kept + (1 - kept) / rope["factor"])
+
+
+class Mistral(Llama):
+    @property
+    def window(self):
+        return self.config.get("sliding_window")
+
+
+class Qwen3(Llama):
+    table = LLAMA_NAMES | QK_NORMS
+
+    def dims(self):
+        dims = super().dims()
+        n, _, _, dim = dims["layers"]["q"]
+        dims["layers"] |= {"q_norm": (n, dim), "k_norm": (n, dim)}
+        return dims
+
+
+class Mixtral(Mistral):
+    """Sends each token to the best of its experts. No loss balances them."""
+
+    table = MIXTRAL_NAMES
+
+    def dims(self):
+        dims, experts = super().dims(), self.config["num_local_experts"]
+        n, d, inner = dims["layers"]["up"]
+        up, down = (n, experts, d, inner), (n, experts, inner, d)
+        dims["layers"] |= {"router": (n, d, experts), "gate": up, "up": up, "down": down}
+        return dims
+
+    def fed(self, h, p):
+        flat, top = h.reshape(-1, h.shape[-1]), self.config["num_experts_per_tok"]
+        shares = jax.nn.softmax((flat @ p["router"]).astype(jnp.float32))
+        shares, experts = jax.lax.top_k(shares, top)
+        shares = (shares / shares.sum(-1, keepdims=True)).reshape(-1)
+        order = jnp.argsort(experts.reshape(-1))  # the tokens of an expert side by side
+        counts = jnp.bincount(experts.reshape(-1), length=p["router"].shape[-1])
+        by_expert = lambda x, name: jax.lax.ragged_dot(x, p[name], counts.astype(jnp.int32))
+        x = flat[order // top]
+        x = by_expert(jax.nn.silu(by_expert(x, "gate")) * by_expert(x, "up"), "down")
+        x *= shares[order][:, None].astype(x.dtype)
+        return jnp.zeros_like(flat).at[order // top].add(x).reshape(h.shape)
+
+
+class Gemma3(Qwen3):
+    """The text models. Most layers see only near tokens, and rotate faster."""
+
+    table, ties, added = GEMMA_NAMES, True, 1
+    activation = staticmethod(jax.nn.gelu)
+
+    def dims(self):
+        dims = super().dims()
+        dims["layers"] |= dict.fromkeys(("attended_norm", "fed_norm"), dims["layers"]["norm1"])
+        return dims
+
+    def embedded(self, params, tokens):
+        x = params["embed"][tokens]
+        return x * jnp.asarray(self.config["hidden_size"] ** 0.5, x.dtype)
+
+    def layers(self, params):
+        c, n = self.config, len(params["layers"]["q"])
+        every = c.get("sliding_window_pattern", 6)  # before transformers wrote layer_types
+        near = [kind == "sliding_attention" for kind in c.get("layer_types") or ()]
+        near = np.array(near or [at % every > 0 for at in range(1, n + 1)])
+        local = {"rope_theta": c.get("rope_local_base_freq", 10000.0)}
+        ropes = c.get("rope_parameters") or {"sliding_attention": local}
+        dim = params["layers"]["q"].shape[-1]
+        kinds = ("full_attention", "sliding_attention")
+        rates = np.stack([self.rates(dim, ropes.get(kind)) for kind in kinds])
+        window = np.where(near, c["sliding_window"], 2**30)
+        return params["layers"], rates[near.astype(int)], window
+
+    def layer(self, x, scanned):
+        p, rates, window = scanned
+        h = self.near(self.norm(x, p["norm1"]), p, rates, window)
+        x += self.norm(h, p["attended_norm"])
+        h = self.fed(self.norm(x, p["norm2"]), p)
+        return x + self.norm(h, p["fed_norm"]), None
+
+    def near(self, h, p, rates, window):
+        q, k, v = self.heads(h, p)
+        q, k = self.rotated(q, rates), self.rotated(k, rates)
+        back = jnp.arange(h.shape[1])[:, None] - jnp.arange(h.shape[1])
+        mask = ((back >= 0) & (back < window))[None, None]
+        scale = self.config["query_pre_attn_scalar"] ** -0.5
+        out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale)
+        return jnp.einsum("rthd,hdo->rto", out, p["proj"])
+
+
+class DeepSeek(Llama):
+    """The dense part of DeepSeek 2 and 3: all attention, and the layers before those with experts.
+    It computes if no layer has experts. The rotation pairs neighbours."""
+
+    @property
+    def ignore(self):
+        further = self.config["num_hidden_layers"]  # a layer of V3 that predicts further tokens
+        return rf"rotary_emb|mlp\.(experts|shared_experts|gate)\.|layers\.{further}\."
+
+    @property
+    def table(self):
+        return DEEPSEEK_NAMES | (SHORT_QUERIES if self.config.get("q_lora_rank") else {})
+
+    def dims(self):
+        dims, c = super().dims(), self.config
+        dense = min(c["first_k_dense_replace"], c["num_hidden_layers"])
+        layers = {k: v for k, v in dims["layers"].items() if k not in ("k", "v")}
+        layers |= {k: (dense, *layers[k][1:]) for k in ("gate", "up", "down")}
+        n, d, heads, _ = layers["q"]
+        rope, rest, value = c["qk_rope_head_dim"], c["qk_nope_head_dim"], c["v_head_dim"]
+        short, q_short = c["kv_lora_rank"], c.get("q_lora_rank") or d
+        if "layers/q_a" in self.table:
+            layers |= {"q_a": (n, d, q_short), "q_norm": (n, q_short)}
+        layers |= {"q": (n, q_short, heads, rest + rope), "kv": (n, short, heads, rest + value)}
+        layers |= {"kv_a": (n, d, short + rope), "kv_norm": (n, short)}
+        return {**dims, "layers": layers | {"proj": (n, heads, value, d)}}
+
+    def layers(self, params):
+        layers = params["layers"]
+        if len(layers["up"]) < len(layers["q"]):
+            raise ValueError(f"Layers from {len(layers['up'])} on have experts. Add them here.")
+        return layers
+
+    def attended(self, h, p):
+        short, value = p["kv_norm"].shape[-1], p["proj"].shape[1]
+        rest = p["kv"].shape[-1] - value
+        q = self.norm(h @ p["q_a"], p["q_norm"]) if "q_a" in p else h
+        q = jnp.einsum("rti,ihd->rthd", q, p["q"])
+        kv_a = h @ p["kv_a"]
+        kv = jnp.einsum("rti,ihd->rthd", self.norm(kv_a[..., :short], p["kv_norm"]), p["kv"])
+        neighbours = lambda x: jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+        q_turned = self.rotated(neighbours(q[..., rest:]))
+        k_turned = self.rotated(neighbours(kv_a[:, :, None, short:]))  # one for all heads
+        k_turned = jnp.broadcast_to(k_turned, q_turned.shape)
+        q = jnp.concatenate([q[..., :rest], q_turned], axis=-1)
+        k = jnp.concatenate([kv[..., :rest], k_turned], axis=-1)
+        v = jnp.pad(kv[..., rest:], [(0, 0)] * 3 + [(0, q.shape[-1] - value)])  # as long as keys
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True)[..., :value]
+        return jnp.einsum("rthd,hdo->rto", out, p["proj"])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -270,7 +460,8 @@ def layer_norm(x, p, epsilon):
 
 # ---- checkpoints
 
-MODELS = {"gpt2": GPT2, "llama": Llama, "vit": ViT}
+MODELS = {"gpt2": GPT2, "llama": Llama, "mistral": Mistral, "mixtral": Mixtral, "qwen3": Qwen3}
+MODELS |= {"gemma3_text": Gemma3, "deepseek_v2": DeepSeek, "deepseek_v3": DeepSeek, "vit": ViT}
 
 
 def model_of(directory):

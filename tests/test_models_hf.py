@@ -1,4 +1,4 @@
-"""The examples' GPT-2, Llama and ViT: the names of real checkpoints, and transformers' logits."""
+"""The examples' models: the names of real checkpoints, and transformers' logits."""
 
 import json
 import math
@@ -26,24 +26,43 @@ MILLIONS = {  # as their model cards say
     "google/vit-base-patch16-224": 87,
     "meta-llama/Meta-Llama-3-8B": 8030,
     "meta-llama/Llama-3.2-1B": 1236,
+    "mistralai/Mistral-7B-v0.3": 7248,
+    "mistralai/Mixtral-8x7B-v0.1": 46703,
+    "Qwen/Qwen3-8B": 8191,
+    "Qwen/Qwen3-0.6B": 596,
+    "google/gemma-3-1b-pt": 1000,
+    # 671,026 less 58 layers of a router and 257 experts; 15,706 less 26 layers of 66.
+    "deepseek-ai/DeepSeek-V3-Base": 14457,
+    "deepseek-ai/DeepSeek-V2-Lite": 858,
 }
 
 
 @pytest.mark.parametrize("checkpoint", MILLIONS)
 def test_models_have_the_parameters_of_published_checkpoints(checkpoint):
     published = PUBLISHED[checkpoint]
-    structs = jax.tree.leaves(models_hf.structs(model_of(published["config"])))
-    count = sum(struct.size for struct in structs)
-    files = expanded(published["shapes"], published["layers"])
+    model = model_of(published["config"])
+    structs = jax.tree_util.tree_leaves_with_path(models_hf.structs(model))
+    count = sum(struct.size for _, struct in structs)
+    files = expanded(published)
     assert count == sum(map(math.prod, files.values()))
     assert round(count / 1e6) == MILLIONS[checkpoint]
+    assert {"/".join(key.key for key in path) for path, _ in structs} == {*model.names}
+    shapes = {name.removeprefix("transformer."): s for name, s in published["shapes"].items()}
+    for path, struct in structs:
+        entry = model.names["/".join(key.key for key in path)]
+        name = entry if isinstance(entry, str) else entry[0]
+        stacked, shape = name.count("{}"), shapes.pop(name)
+        counts = published.get("counts", {}).get(name, [published["layers"]] * stacked)
+        assert list(struct.shape[:stacked]) == counts, name
+        assert math.prod(struct.shape[stacked:]) == math.prod(shape), name
+    assert not shapes
 
 
 def write(directory, reference, shards=1, more=()):
     """A checkpoint as Hugging Face has it; its tensors spread over files."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(reference["config"]))
-    shapes = expanded(reference["shapes"], reference["layers"])
+    shapes = expanded(reference)
     tensors = {name: hf_reference.weight(name, shape) for name, shape in shapes.items()} | dict(
         more
     )
@@ -105,10 +124,45 @@ def test_the_published_gpt2_has_no_prefix_and_has_masks(tmp_path):
         np.testing.assert_array_equal(got, want)
 
 
+def test_of_a_deepseek_with_experts_the_dense_part_is_read(tmp_path):
+    """Attention of all layers, and what the first of them has in place of experts."""
+    reference = SMALL["deepseek 3"]
+    config = reference["config"] | {"first_k_dense_replace": 1}
+    counts = {name: [1] for name in reference["shapes"] if ".mlp." in name}
+    layer = "model.layers.2.mlp"
+    experts = [f"{layer}.gate.weight", f"{layer}.gate.e_score_correction_bias"]
+    experts += [f"{layer}.experts.0.up_proj.weight", f"{layer}.shared_experts.up_proj.weight"]
+    experts += ["model.layers.3.eh_proj.weight"]  # predicts further tokens
+    more = {name: np.ones((2, 2), np.float32) for name in experts}
+    dense = reference | {"config": config, "counts": counts}
+    tensors = write(tmp_path / "theirs", dense, more=more)
+    model = models_hf.model_of(tmp_path / "theirs")
+    params = models_hf.load(tmp_path / "theirs", model, {"params": models_hf.structs(model)})
+    kv = tensors["model.layers.2.self_attn.kv_b_proj.weight"].reshape(4, 16, 12)
+    np.testing.assert_array_equal(params["layers"]["kv"][2], kv.transpose(2, 0, 1))
+    up = tensors["model.layers.0.mlp.up_proj.weight"]
+    np.testing.assert_array_equal(params["layers"]["up"], up.T[None])
+    with pytest.raises(ValueError, match="Layers from 1 on have experts"):
+        model(params, hf_reference.tokens())
+
+
+def test_a_gemma_reads_the_config_that_it_was_published_with():
+    """Before transformers 5 it had neither `layer_types` nor `rope_parameters`."""
+    config = dict(SMALL["gemma3"]["config"])
+    layers = {"layers": {"q": np.zeros((3, 32, 4, 10))}}
+    _, *wanted = model_of(config).layers(layers)
+    del config["layer_types"], config["rope_parameters"], config["tie_word_embeddings"]
+    config |= {"sliding_window_pattern": 2, "rope_local_base_freq": 100.0, "rope_theta": 1e4}
+    model = model_of(config | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert model.tied
+    for new, old in zip(wanted, model.layers(layers)[1:], strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
 def test_another_model_type_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ValueError, match=r"is a bert, which is none of gpt2, llama, vit"):
+    with pytest.raises(ValueError, match=r"is a bert, which is none of gpt2, llama, .*, vit"):
         models_hf.model_of(tmp_path)
     config = SMALL["llama"]["config"] | {"rope_parameters": {"rope_type": "yarn"}}
-    with pytest.raises(ValueError, match=r"rope_type 'yarn' is neither default nor llama3"):
+    with pytest.raises(ValueError, match=r"rope_type 'yarn' is none of default, linear, llama3"):
         model_of(config).rates(8)

@@ -179,6 +179,9 @@ class ScopeCode:
     ) -> None:
         self.how, self.kept = how, kept
         self.body = Body(scope, how, run, wrap=wrap)
+        # A loss in chunks leaves backward nothing to wait for. XLA would then run forward's chunks
+        # last, for the loss alone, and the kept head would stay until then: 1 GiB of Llama-8B.
+        self.waits = bool(kept) and scope.ends_again
         self.by_hand = bool(scope.frontier) and how.regather
         # A function that JAX differentiates itself may be inside another scope, which knows its
         # residuals by identity. A jitted function returns other objects.
@@ -205,7 +208,8 @@ class ScopeCode:
         gathered = body.gather(weights, crossed, {})
         outs, saved = body.forward(inputs, gathered, wanted)
         still_there = where(gathered, [v in self.kept for v in body.split.gathers])
-        return outs, (saved, crossed, still_there, _mark(outs, self.how))
+        done = mark(outs) if self.how.by_data or self.waits else None
+        return outs, (saved, crossed, still_there, done)
 
     def instantiating(self, inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Gradient]:
         cts = float_cotangents(cts, [v.aval for v in self.body.split.outvars])
@@ -214,6 +218,8 @@ class ScopeCode:
 
     def backward(self, inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Gradient]:
         body, (saved, crossed, still_there, done) = self.body, residuals
+        if done is not None and not self.how.by_data:
+            cts, done = wait(cts, done), None
         (weights, crossed), cts = _tied((body.weights_of(inputs), crossed), cts, done)
         inputs = merge(body.is_weight, weights, body.plain_of(inputs))
         kept = dict(zip(self.kept, still_there, strict=True))

@@ -155,8 +155,8 @@ class Split:
     def read_last(self) -> list[Var]:
         """The gathered matrix that the main part reads last (a head), and vectors after it.
 
-        Backward needs them first. There are none if a loop or scope, which gathers for itself,
-        comes later.
+        Backward needs them first. There are none if a loop or scope that gathers for itself comes
+        later.
         """
         gathered = {var: var for var in self.gathers}
         for eqn in self.prefix:
@@ -166,10 +166,27 @@ class Split:
                 gathered[eqn.outvars[0]] = gathered[source]
         found: list[Var] = []
         for op in reversed(self.main):
-            if isinstance(op, Nested) or any(type_of(v).ndim > 1 for v in found):
+            if _gathers(op) or any(type_of(v).ndim > 1 for v in found):
                 break
             found += [gathered[v] for v in reads_of(op) if v in gathered]
         return [var for var in self.gathers if var in found]
+
+    @property
+    def ends_again(self) -> bool:
+        """Whether backward runs the end of the main part again: a loss in chunks, in a scan or in
+        scopes that gather nothing. It then needs no result of forward's end."""
+        nested = (op for op in reversed(self.main) if isinstance(op, Nested) or _is_scan(op))
+        last = next(nested, None)
+        return last is not None and not _gathers(last)
+
+
+def _gathers(op: Op) -> bool:
+    shards = any(True for _ in shards_read([op]))
+    return isinstance(op, Loop) or (isinstance(op, Scope) and shards)
+
+
+def _is_scan(op: Op) -> bool:
+    return isinstance(op, JaxprEqn) and op.primitive.name == "scan"
 
 
 def split_of(scopes: Sequence[Scope]) -> Split:
