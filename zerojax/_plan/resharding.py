@@ -20,6 +20,7 @@ from zerojax._kernel.places import Placement, as_names, axes_size, beyond
 from zerojax._kernel.travel import names_in
 from zerojax._plan.padding import padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan, check_plan
+from zerojax._run import agreement as _agreement
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree, Shape
@@ -62,6 +63,8 @@ def resharded(
         check_plan(plan, "plan=")
     params = _state.params_in(state)
     leaves, shapes = _state.leaves_with_paths(params), padded_param_shapes(params, state, plan)
+    if not leaves:
+        raise _state.no_parameters(state)
     check_placed({leaf.name: leaf.value for leaf in leaves}, "zerojax.resharded")
     patterns = {} if overrides is None else overrides
     _state.check_patterns(patterns, [leaf.name for leaf in leaves], "overrides=")
@@ -75,7 +78,9 @@ def resharded(
         is_cast = dtype is not None and jnp.issubdtype(leaf.value.dtype, jnp.floating)
         new = jnp.dtype(dtype) if is_cast else leaf.value.dtype
         moves.append((leaf.value.sharding, spec, shape, new))
-    new = _mover(tuple(moves))([leaf.value for leaf in leaves]) if moves else []
+    said = {"the parameters and their places": "\n".join(map(str, moves))}
+    _agreement.agree("zerojax.resharded", lambda: said, leaves[0].value.sharding.mesh)
+    new = _mover(tuple(moves))([leaf.value for leaf in leaves])
     return jax.tree.structure(params).unflatten(new)
 
 
