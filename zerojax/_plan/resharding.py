@@ -78,7 +78,8 @@ def resharded(
         is_cast = dtype is not None and jnp.issubdtype(leaf.value.dtype, jnp.floating)
         new = jnp.dtype(dtype) if is_cast else leaf.value.dtype
         moves.append((leaf.value.sharding, spec, shape, new))
-    said = {"the parameters and their places": "\n".join(map(str, moves))}
+    shown = [f"{leaf.name} {move[3]} {move[1]}" for leaf, move in zip(leaves, moves, strict=True)]
+    said = {"the places": "\n".join(shown)}
     _agreement.agree("zerojax.resharded", lambda: said, leaves[0].value.sharding.mesh)
     new = _mover(tuple(moves))([leaf.value for leaf in leaves])
     return jax.tree.structure(params).unflatten(new)
