@@ -82,6 +82,7 @@ def test_full_tensors_come_under_other_names(row):
     state, found = placed(**ROWS[row]), {}
     for name, tensor in zerojax.stream(state, names=NAMES):
         assert tensor.sharding.memory_kind != "pinned_host"
+        assert tensor.sharding.mesh == state.params["head"].sharding.mesh
         shards = [np.asarray(shard.data) for shard in tensor.addressable_shards]
         assert len(shards) == 8 and all(x.tobytes() == shards[0].tobytes() for x in shards)
         found[name] = tensor
@@ -228,27 +229,24 @@ def test_what_travels_has_the_dtype_that_is_asked_for():
         gather = _stream._gather_of(tensor, values, dtype)
         parts = [values[one.leaf] for one in tensor.parts], [one.index for one in tensor.parts]
         jaxpr = _stream._gathered.trace(*parts, gather).jaxpr
-        assert [(one.kind, one.dtype) for one in every(jaxpr)] == [("all-gather", bits)] * 2
+        sent = [(one.kind, one.dtype) for one in collectives(jaxpr)]
+        assert sent == [("all-gather", bits)] * 2
     found = dict(zerojax.stream(state, names=NAMES, dtype="bfloat16"))
     assert found["ids"].dtype == np.int32
     wanted = {name: x.astype(jnp.bfloat16) for name, x in THEIRS.items() if name != "ids"}
     assert_equal_bits({name: found[name] for name in wanted}, wanted)
 
 
-def every(jaxpr):
-    return list(collectives(jaxpr))
-
-
 # -- resharded
 
 
 RESHARDED = {
-    "whole": ("stage 3", {}, lambda path: P()),
-    "of the host": ("host", {"dtype": "bfloat16"}, lambda path: P()),
-    "in a node": ("groups", {"over": "gpu", "overrides": {"head|ids": P()}}, None),
-    "tensor": ("tensor", {"over": ("tensor",)}, None),
-    "elsewhere": ("explicit", {"overrides": {"down": P(None, None, "data")}}, None),
-    "below stage 3": ("stage 0", {}, lambda path: P()),
+    "whole": ("stage 3", {}),
+    "of the host": ("host", {"dtype": "bfloat16"}),
+    "in a node": ("groups", {"over": "gpu", "overrides": {"head|ids": P()}}),
+    "tensor": ("tensor", {"over": ("tensor",)}),
+    "elsewhere": ("explicit", {"overrides": {"down": P(None, None, "data")}}),
+    "below stage 3": ("stage 0", {}),
 }
 PLACES = {
     "in a node": {"blocks/down": P(None, "gpu"), "head": P(), "experts": P(None, None)},
@@ -259,7 +257,7 @@ PLACES = {
 
 @pytest.mark.parametrize("case", RESHARDED)
 def test_resharded_parameters_are_where_they_were_asked_for(case, compiled):
-    row, options, _ = RESHARDED[case]
+    row, options = RESHARDED[case]
     state = placed(**ROWS[row])
     _resharding._mover.cache_clear()
     compiled.clear()

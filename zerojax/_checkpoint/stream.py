@@ -135,23 +135,22 @@ def stream(
 def _streamed(
     values: Mapping[str, Array], tensors: Mapping[str, tuple[Outgoing, "Gather"]], most: float
 ) -> Iterator[tuple[str, Array]]:
-    ahead: collections.deque[tuple[str, Array]] = collections.deque()
+    ahead: collections.deque[tuple[str, Array, int]] = collections.deque()
     counted, held = 0, 0  # bytes of those ahead, and of the one that the loop holds
     for name, (tensor, gather) in tensors.items():
         while ahead and held + counted + gather.most_bytes > most:
-            counted, held = counted - tensors[ahead[0][0]][1].most_bytes, ahead[0][1].nbytes
-            yield _arrived(ahead)
-        parts = [values[one.leaf] for one in tensor.parts]
+            first, array, its_most = ahead.popleft()
+            counted, held = counted - its_most, array.nbytes
+            yield first, jax.block_until_ready(array)  # what gathering it took is free again
+            del array
         _refusals.check_alive({one.leaf: values[one.leaf] for one in tensor.parts})
-        ahead.append((name, _gathered(parts, [one.index for one in tensor.parts], gather)))
+        parts, indices = zip(*((values[one.leaf], one.index) for one in tensor.parts), strict=True)
+        ahead.append((name, _gathered([*parts], [*indices], gather), gather.most_bytes))
         counted += gather.most_bytes
     while ahead:
-        yield _arrived(ahead)
-
-
-def _arrived(ahead: collections.deque[tuple[str, Array]]) -> tuple[str, Array]:
-    """Returns the first tensor, once the memory that gathering it took is free again."""
-    return jax.block_until_ready(ahead.popleft())
+        first, array, _ = ahead.popleft()
+        yield first, jax.block_until_ready(array)
+        del array
 
 
 class Gather(NamedTuple):
