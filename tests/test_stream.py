@@ -191,34 +191,63 @@ GPU_NAMES = {  # torch's layout, heads rotated otherwise, one tensor of two, lay
 }
 
 
-@pytest.mark.gpu_code
-@pytest.mark.parametrize("row", ["stage 3", "host"])
-def test_gathers_for_gpus_take_no_more_than_is_counted(row):
-    """Llama 3 8B's shapes; what travels is bfloat16."""
-    mesh, f32 = zerojax.aot.mesh("8xH100"), lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+def llama(row):
+    """The shapes of Llama 3 8B on 8 H100s, and some that are harder."""
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
     blocks = {"up": f32(32, 4096, 14336), "q": f32(32, 4096, 32, 64, 2)}
     blocks |= {"k": f32(32, 4096, 1024), "v": f32(32, 4096, 1024)}
     params = {"blocks": blocks, "embed": f32(128256, 4096), "odd": f32(4095, 4095)}
     params |= {"experts": f32(16, 1000, 1000)}
-    plan = zerojax.plan({"params": params}, **{**ROWS[row], "mesh": mesh, "stage": 3})
+    options = {**ROWS[row], "mesh": zerojax.aot.mesh("8xH100"), "stage": 3}
+    return zerojax.plan({"params": params}, **options)
+
+
+def all_gathered(program):
+    """The types of what all-gathers take and return."""
+    return re.findall(r"= (.*?) all-gather(?:-start)?\(", program.as_text())
+
+
+@pytest.mark.gpu_code
+@pytest.mark.parametrize("row", ["stage 3", "host"])
+def test_gathers_for_gpus_take_no_more_than_is_counted(row):
+    """What travels is bfloat16. Of a stack in host memory, only the layer is on the device."""
+    plan = llama(row)
     values, tensors = _stream.outgoing(plan.abstract(), GPU_NAMES, None, "stream")
-    whole = NamedSharding(mesh, P())
     for name in ("h.0.up", "h.0.q", "h.0.kv", "embed", "odd", "expert.0"):
         tensor = tensors[name]
         gather = _stream._gather_of(tensor, values, "bfloat16")
         gathered = lambda *args, gather=gather: _stream._gathered(*args, gather)
         parts = [values[one.leaf] for one in tensor.parts], [one.index for one in tensor.parts]
+        whole = NamedSharding(plan.mesh, P())
         program = jax.jit(gathered, out_shardings=whole).lower(*parts).compile()
         memory = program.memory_analysis()
         assert memory.output_size_in_bytes >= gather.nbytes
         peak = memory.output_size_in_bytes + memory.temp_size_in_bytes
         assert peak <= gather.most_bytes, (name, peak, gather.most_bytes)
-        text = program.as_text()
-        if name == "expert.0":  # which one device has
-            assert "all-gather" not in text
-            continue
-        moved = re.findall(r"= (.*?) all-gather(?:-start)?\(", text)
-        assert moved and all("u16" in types and "32[" not in types for types in moved), name
+        moved = all_gathered(program)
+        assert bool(moved) == (name != "expert.0"), "which one device has"
+        assert all("u16" in types and "32[" not in types for types in moved), name
+
+
+@pytest.mark.gpu_code
+@pytest.mark.parametrize("row", ["stage 3", "host"])
+def test_resharding_for_gpus_takes_one_leaf_beside_the_result(row, monkeypatch):
+    plan, asked = llama(row), []
+    real = _resharding._mover
+    monkeypatch.setattr(
+        _resharding, "_mover", lambda moves: lambda v: asked.extend((moves, v)) or v
+    )
+    zerojax.resharded(plan.abstract(), dtype="bfloat16", plan=plan)
+    moves, values = asked
+    whole = [NamedSharding(plan.mesh, P()) for _ in moves]
+    move = jax.jit(lambda values: real(moves)(values), out_shardings=whole)
+    memory = (program := move.lower(values).compile()).memory_analysis()
+    sizes = [2 * leaf.nbytes // 4 for leaf in plan.params]
+    assert sum(sizes) <= memory.output_size_in_bytes <= 1.001 * sum(sizes)
+    assert memory.temp_size_in_bytes <= 1.2 * max(sizes)
+    moved = all_gathered(program)
+    assert moved and all("bf16" in types and "f32" not in types for types in moved)
+    assert not any("S(5)" in types for types in moved), "in host memory"
 
 
 def test_what_travels_has_the_dtype_that_is_asked_for():

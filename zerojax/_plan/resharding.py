@@ -148,9 +148,7 @@ def _mover(moves: tuple[Move, ...]) -> jax.stages.Wrapped:
     def move(given: list[Array]) -> list[Array]:
         new = []
         for value, (old, _, shape, dtype), place in zip(given, moves, places, strict=True):
-            # Without the copy, JAX returns what is in its place already as it was given, and a step
-            # would donate it.
-            value = jnp.copy(_compat.fetched(computed_with(value)))
+            value = _compat.fetched(computed_with(value))
             if value.dtype != dtype:  # on the shards: XLA may not gather first
                 here = NamedSharding(auto_mesh(old), old.spec)
                 value = jax.lax.with_sharding_constraint(value.astype(dtype), here)
