@@ -133,7 +133,7 @@ def _check_divides(leaf: Leaf, shape: Shape, spec: PartitionSpec) -> None:
         if shape[dim] % count:
             raise ValueError(
                 f"{leaf.name} (shape {shape}) cannot be on {spec}: {count} does not divide "
-                f"dimension {dim}, and its padding does not leave the state. {whole}."
+                f"dimension {dim}, and it leaves the state without padding. {whole}."
             )
 
 
