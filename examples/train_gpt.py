@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 
@@ -195,9 +194,7 @@ def open_checkpoints(args):
 
 def write(model, params, prompt, count, temperature=0.8):
     """Returns the model's continuation of `prompt`, a full window of bytes."""
-    everywhere = NamedSharding(params["embed"]["embedding"].sharding.mesh, PartitionSpec())
-    replicated = jax.device_put(params, everywhere)
-    params = jax.tree.map(lambda leaf: leaf.addressable_data(0), replicated)
+    params = jax.tree.map(lambda leaf: leaf.addressable_data(0), zerojax.resharded(params))
 
     def write_byte(window, key):
         logits = model.apply({"params": params}, window[None])[0, -1]

@@ -121,6 +121,7 @@ def test_scripts_are_short_and_explain_their_options(example):
 
 # -- a few steps of each
 
+SAMPLED = "--steps 4 --sample-every 2 --bytes 8 --names"
 RUNS = {
     f"demo {TINY} --steps 3": r"loss 5\.\d+ -> 5\.\d+\n(?s:.*)100%",
     f"finetune_hf {TINY} --steps 3 --base {{new}}": "making a small GPT-2",
@@ -137,6 +138,8 @@ RUNS = {
     f"context_parallel {TINY} --dim 64 --steps 1 --attention ring --sequence 4": "permute over",
     "cyclic --steps 20 --width 80 --batch 32": r"sends \d+\.\d+ MiB a step to one other",
     f"pipeline {TINY} --steps 1": "collective-permute over pipe",
+    f"sample {TINY} {SAMPLED}": r"step 4: loss 5(?s:.*)layers\.1\.up\.kernel: bfloat16\[32",
+    f"sample {TINY} {SAMPLED} --model nnx": r"step 4: loss \d(?s:.*)layers\.1\.norms\.1\.scale: ",
 }
 
 

@@ -138,6 +138,16 @@ def digest(state):
     return hashlib.sha256(b"".join(x.tobytes() for x in whole)).hexdigest()
 
 
+def check_leaves(state):
+    """Every process gets every weight, from streams and from resharded parameters."""
+    names = {f"layers/{name}": f"layers.{{}}.{name}" for name in ("w1", "w2")}
+    wanted = zerojax.full_params(state)
+    stacks = {f"layers.{n}.{k}": w[n] for k, w in wanted["layers"].items() for n in range(2)}
+    streamed = {name: np.asarray(x) for name, x in zerojax.stream(state, names=names)}
+    jax.tree.map(np.testing.assert_array_equal, streamed, {"bias": wanted["bias"], **stacks})
+    jax.tree.map(np.testing.assert_array_equal, zerojax.resharded(state), wanted)
+
+
 def main() -> None:
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", args.devices)
@@ -157,6 +167,8 @@ def main() -> None:
                 print(error, flush=True)
         saved = zerojax.restore(f"{args.directory}/{args.steps}", like=state)
         assert digest(saved) == digest(state), "another state was saved last"
+        if args.offload:
+            check_leaves(state)
         return digest(state)
 
     found = run() if args.at_least is None else zerojax.run.elastic(run, at_least=args.at_least)

@@ -20,6 +20,7 @@ if typing.TYPE_CHECKING:
     )
     from zerojax._checkpoint.loop import Checkpoints as Checkpoints
     from zerojax._checkpoint.save import restore as restore, save as save
+    from zerojax._checkpoint.stream import stream as stream
     from zerojax._loss.batch import shard_batch as shard_batch
     from zerojax._loss.mean import mean as mean
     from zerojax._loss.pad_batch import pad_batch as pad_batch
@@ -33,6 +34,7 @@ if typing.TYPE_CHECKING:
         unpad as unpad,
     )
     from zerojax._plan.precision import Precision as Precision
+    from zerojax._plan.resharding import resharded as resharded
     from zerojax._run.processes import initialize as initialize
     from zerojax._step.compiled import load_step as load_step
     from zerojax._step.grad import value_and_grad as value_and_grad
@@ -50,6 +52,7 @@ _EXPORTS = {
     "tools._audit.audit": ["audit"],
     "_checkpoint.loop": ["Checkpoints"],
     "_checkpoint.save": ["restore", "save"],
+    "_checkpoint.stream": ["stream"],
     "_wire.codecs": ["Quantized"],
     "tools._forecast.forecast": ["forecast"],
     "_loss.batch": ["shard_batch"],
@@ -59,6 +62,7 @@ _EXPORTS = {
     "_plan.plan": ["Plan"],
     "_plan.planner": ["full_params", "plan", "shard_train_state", "unpad"],
     "_plan.precision": ["Precision"],
+    "_plan.resharding": ["resharded"],
     "_run.processes": ["initialize"],
     "_step.compiled": ["load_step"],
     "_step.grad": ["value_and_grad"],

@@ -25,12 +25,17 @@ def computed_with(tree: PyTree) -> PyTree:
         sharding = explicit_sharding(value)
         if sharding is None:
             return value
-        mesh = sharding.mesh.abstract_mesh
-        mesh = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
+        mesh = auto_mesh(sharding)
         with seen_as(mesh):
             return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec()))
 
     return jax.tree.map(one, tree)
+
+
+def auto_mesh(sharding: NamedSharding) -> AbstractMesh:
+    """Returns the mesh of a sharding with Auto axes, for code inside `jax.jit`."""
+    mesh = sharding.mesh.abstract_mesh
+    return mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
 
 
 def typed_as(tree: PyTree, given: PyTree, spec: PartitionSpec | None = None) -> PyTree:

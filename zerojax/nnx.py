@@ -10,7 +10,8 @@
         metrics = step(model, optimizer, batch)  # both updated in place
 
 `zerojax.save` and `zerojax.restore` take a state without objects: `zerojax.nnx.state(model,
-optimizer)` returns it, and `zerojax.nnx.update` puts one back. `step.pure` returns the arguments of
+optimizer)` returns it, and `zerojax.nnx.update` puts one back. `zerojax.nnx.merge` makes a second
+model, to sample from. `step.pure` returns the arguments of
 `zerojax.verify` and `zerojax.audit`: `zerojax.verify(*step.pure(model, optimizer, batch))`.
 `zerojax.forecast`, `choose` and `study` take the step itself, with a function that returns a model
 and its optimizer.
@@ -36,7 +37,12 @@ from zerojax._loss.trace import split_aux
 from zerojax._plan import move as _move, planner as _planner
 from zerojax._plan.plan_options import PlanOptions
 from zerojax._state import carried as _carried, nnx_state as _nnx_state, refusals as _refusals
-from zerojax._state.nnx_state import State as State, state as state, update as update
+from zerojax._state.nnx_state import (
+    State as State,
+    merge as merge,
+    state as state,
+    update as update,
+)
 from zerojax._state.nnx_structure import Structure
 from zerojax._state.state import state_of
 from zerojax._step import step as _step

@@ -181,6 +181,14 @@ def checkpoints(directory, me, state):
     unshared(directory, me, state)
 
 
+def leaving(me, state):
+    names = {"w": ("of.first", "of.second")[me]}
+    tensors = "zerojax.stream: .*the tensors: .*of.first.* in process 0.*of.second.* in process 1"
+    told(tensors, zerojax.stream, state, names=names)
+    places = "zerojax.resharded: .*the places: w float32 P.* in process 0, w bfloat16"
+    told(places, zerojax.resharded, state, dtype=("float32", "bfloat16")[me])
+
+
 def main() -> None:
     directory = parser.parse_args().directory
     jax.config.update("jax_num_cpu_devices", 1)
@@ -189,6 +197,7 @@ def main() -> None:
     plans(me, batch)
     steps(me, state, batch)
     batches(me, state, batch)
+    leaving(me, state)
     checkpoints(directory, me, state)
     told(None, two_steps)  # after all that
     # Not to the log, whose lines XLA writes into.

@@ -21,7 +21,9 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from zerojax._checkpoint.tensor_files import FileTensor, some
 from zerojax._types import Shape
@@ -54,11 +56,32 @@ class Source(NamedTuple):
     full: Shape  # of the whole tensor
     part: tuple[int, int]  # which of how many parts of the tensor
     outer: int  # the number of elements before the axis of the parts
-    view: Callable[[np.ndarray], np.ndarray]  # the part of a contiguous tensor, without a copy
+    # The shape with one dimension for each axis (None: the tensor is this parameter, unchanged),
+    # where the part is on each axis (None: all along it), and which of these axes are ours.
+    split: Shape | None = None
+    pick: tuple[int | None, ...] = ()
+    order: tuple[int, ...] = ()
 
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        """Returns this part of a contiguous tensor, without a copy."""
+        if self.split is None:
+            return tensor
+        at = tuple(slice(None) if n is None else n for n in self.pick)
+        return tensor.reshape(self.split)[at].transpose(self.order)
 
-def whole(tensor: np.ndarray) -> np.ndarray:
-    return tensor
+    def put(self, tensor: jax.Array | None, value: jax.Array) -> jax.Array:
+        """Returns a tensor with `value` as this part, inside `jax.jit`; None is one of zeros."""
+        if self.split is None:
+            return value
+        value = value.transpose(np.argsort(self.order))
+        value = jnp.expand_dims(value, [d for d, n in enumerate(self.pick) if n is not None])
+        if self.part == (0, 1):
+            return value.reshape(self.full)
+        tensor = jnp.zeros(self.full, value.dtype) if tensor is None else tensor
+        starts = [n or 0 for n in self.pick]
+        return lax.dynamic_update_slice(tensor.reshape(self.split), value, starts).reshape(
+            self.full
+        )
 
 
 def dotted(name: str) -> str:
@@ -70,7 +93,7 @@ def source(
 ) -> Source:
     """Reads a layout such as "(heads dim) in -> in heads dim"; None is an unchanged tensor."""
     if text is None:
-        return Source(tensor, leaf, index, shape, shape, (0, 1), 1, whole)
+        return Source(tensor, leaf, index, shape, shape, (0, 1), 1)
     theirs, arrow, right = text.partition("->")
     groups = [(inside or one).split() for inside, one in GROUP.findall(theirs)]
     axes, ours = list(itertools.chain(*groups)), right.split()
@@ -89,9 +112,6 @@ def source(
             "Name each dimension of a layer."
         )
     sizes = dict(zip(ours, shape, strict=True)) | {"1": 1, f"{part}/{of}": of}
-    split = [sizes[axis] for axis in axes]
-    pick = tuple(slice(None) if axis in ours else part * ("/" in axis) for axis in axes)
-    order = [named.index(axis) for axis in ours]
     before = itertools.takewhile(lambda axis: "/" not in axis, axes)
     return Source(
         tensor,
@@ -101,7 +121,9 @@ def source(
         full=tuple(math.prod(sizes[axis] for axis in group) for group in groups),
         part=(part, of),
         outer=math.prod(sizes[axis] for axis in before),
-        view=lambda tensor: tensor.reshape(split)[pick].transpose(order),
+        split=tuple(sizes[axis] for axis in axes),
+        pick=tuple(None if axis in ours else part * ("/" in axis) for axis in axes),
+        order=tuple(named.index(axis) for axis in ours),
     )
 
 
@@ -193,7 +215,7 @@ def arranged(
     for one in wanted:
         if one.tensor in tensors:
             value = tensors[one.tensor].value
-            if value.shape != one.full and (one.index or one.view is not whole):
+            if value.shape != one.full and (one.index or one.split is not None):
                 raise ValueError(
                     f"{one.tensor} is {list(value.shape)} in the files, but should be "
                     f"{list(one.full)} by names= and {one.leaf}, which is "

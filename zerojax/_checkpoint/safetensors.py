@@ -17,12 +17,13 @@ from zerojax._checkpoint import (
     tensor_files as _tensor_files,
 )
 from zerojax._checkpoint.names import Names, Source, dotted
+from zerojax._checkpoint.stream import Outgoing, outgoing
 from zerojax._checkpoint.tensor_files import DTYPES, FileTensor, Written, some
 from zerojax._plan import move as _move
 from zerojax._plan.padding import padded, padded_param_shapes, unpadded
-from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.plan import Plan
 from zerojax._plan.precision import MasterState
-from zerojax._state import refusals as _refusals, state as _state
+from zerojax._state import state as _state
 from zerojax._types import PyTree
 
 
@@ -60,19 +61,7 @@ def export_safetensors(
     """
     if not isinstance(max_file_bytes, int | float | np.number) or not max_file_bytes > 0:
         raise ValueError(f"max_file_bytes={max_file_bytes!r} must be a positive number of bytes.")
-    _refusals.check_alive(params)
-    if plan is not None:
-        check_plan(plan, "plan=")
-    tree = _state.params_in(params)
-    leaves, shapes = _state.named_leaves(tree), padded_param_shapes(tree, params, plan)
-    if not leaves:
-        raise ValueError(
-            f"there is nothing to export: you passed a {type(params).__name__} without "
-            "parameters. Pass a state, or a tree of parameters."
-        )
-    values = {leaf.name: leaf.value for leaf in leaves}
-    sizes = {name: shapes.get(name, np.shape(value)) for name, value in values.items()}
-    by_tensor = _names.sources({} if names is None else names, sizes)
+    values, by_tensor = outgoing(params, names, plan, "export")
     tensors = _exported(by_tensor, values)
     first = jax.process_index() == 0
     target = _save.absolute(path)
@@ -207,32 +196,25 @@ def _check_masters(like: PyTree, wanted: Set[str]) -> None:
 
 
 def _exported(
-    by_tensor: Mapping[str, list[Source]], values: Mapping[str, PyTree]
+    by_tensor: Mapping[str, Outgoing], values: Mapping[str, PyTree]
 ) -> dict[str, Written]:
-    tensors = {}
-    for name, parts in by_tensor.items():
-        dtypes = {one.leaf: _dtype(values[one.leaf]) for one in parts}
-        said = ", ".join(f"{leaf} is {dtype}" for leaf, dtype in dtypes.items())
-        dtype, *others = set(dtypes.values())
-        if others:
-            raise TypeError(f"names= combines dtypes in {name}: {said}. Cast them to one dtype.")
-        if str(dtype) not in DTYPES.values():
-            raise TypeError(f"{said}, which safetensors does not know. Cast it or leave it out.")
-        struct = jax.ShapeDtypeStruct(parts[0].full, dtype)
-        tensors[name] = struct, functools.partial(_assembled, struct, parts, values)
-    return tensors
-
-
-def _dtype(value: PyTree) -> np.dtype:
-    """Returns the dtype as stored: a numpy array's own, even one that JAX would narrow."""
-    return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    for parts, struct in by_tensor.values():
+        if str(struct.dtype) not in DTYPES.values():
+            raise TypeError(
+                f"{', '.join(one.leaf for one in parts)} is {struct.dtype}, which safetensors does "
+                "not know. Cast it or leave it out."
+            )
+    return {
+        name: (struct, functools.partial(_assembled, struct, parts, values))
+        for name, (parts, struct) in by_tensor.items()
+    }
 
 
 def _assembled(
     struct: jax.ShapeDtypeStruct, parts: list[Source], values: Mapping[str, PyTree]
 ) -> np.ndarray:
     """Returns a tensor of its parts; only one layer of a stack is on the host at a time."""
-    if parts[0].view is _names.whole and not parts[0].index:
+    if parts[0].split is None and not parts[0].index:
         return unpadded(_move.to_host(values[parts[0].leaf]), struct.shape)
     tensor = np.empty(struct.shape, struct.dtype)
     for one in parts:

@@ -102,6 +102,17 @@ def shown_state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
     return nnx.as_pure(apart)
 
 
+def merge(state: State, params: PyTree) -> nnx.Module:
+    """Returns a new model with these parameters, and copies of the state's other variables.
+
+    To generate while the model trains, with parameters that stay where they are used:
+    `zerojax.nnx.merge(state, zerojax.resharded(state))` of `state = zerojax.nnx.state(model,
+    optimizer)`.
+    """
+    values = jax.tree.map(jnp.copy, state.variables["values"])
+    return nnx.merge(state.variables["graphdef"], params, values)
+
+
 def with_variables(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
     """Returns that state with the variables themselves in place of their arrays."""
     graphdef, trained, frozen, others = nnx.split(model, optimizer.wrt, nnx.Param, ...)
