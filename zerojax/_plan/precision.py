@@ -28,6 +28,7 @@ from zerojax._state import carried as _carried, refusals as _refusals, state as 
 from zerojax._types import PyTree
 from zerojax._wire import codecs as _codecs
 from zerojax._wire.codecs import Quantized, Ways
+from zerojax._wire.resting import is_packed
 
 NARROW = jnp.dtype(jnp.bfloat16)  # the dtype of narrow moments
 _SIGN, _INFINITE, _FINITE = 0x80000000, 0x7F800000, 0x7F7FFFFF  # the bits of float32
@@ -143,10 +144,14 @@ def check_precision(precision: object) -> object:
 
 
 def cast_floats(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
-    """Casts the floating leaves of `tree`, arrays or shapes."""
+    """Casts the floating leaves of `tree`, arrays or shapes. Codes stay, of weights in `dtype`."""
     if dtype is None:
         return tree
-    return jax.tree.map(lambda leaf: _cast(leaf, dtype) if _is_float(leaf) else leaf, tree)
+
+    def cast(leaf: PyTree) -> PyTree:
+        return _cast(leaf, dtype) if _is_float(leaf) else leaf
+
+    return jax.tree.map(cast, tree, is_leaf=is_packed)
 
 
 def _is_float(leaf: PyTree) -> bool:
@@ -154,7 +159,7 @@ def _is_float(leaf: PyTree) -> bool:
 
 
 def _cast(leaf: PyTree, dtype: DTypeLike) -> PyTree:
-    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)  # or else an array, or a `Packed`
     return leaf.update(dtype=dtype) if is_shape else leaf.astype(dtype)
 
 
