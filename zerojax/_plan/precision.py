@@ -12,6 +12,7 @@ time, and `_update/rules.py` could not prove such updates.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 from typing import NamedTuple
@@ -144,14 +145,23 @@ def check_precision(precision: object) -> object:
 
 
 def cast_floats(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
-    """Casts the floating leaves of `tree`, arrays or shapes. Codes stay, of weights in `dtype`."""
+    """Casts the floating leaves of `tree`, arrays or shapes."""
     if dtype is None:
         return tree
+    return jax.tree.map(lambda leaf: _cast(leaf, dtype) if _is_float(leaf) else leaf, tree)
 
-    def cast(leaf: PyTree) -> PyTree:
-        return _cast(leaf, dtype) if _is_float(leaf) else leaf
 
-    return jax.tree.map(cast, tree, is_leaf=is_packed)
+def seen_in(tree: PyTree, compute: DTypeLike | None, stored: DTypeLike | None) -> PyTree:
+    """Returns the shapes of a loss's inputs as the loss sees them. Codes stay: a loss sees their
+    weights in the dtype of the others, that in which it computes or these are stored."""
+    if (dtype := compute or stored) is not None:
+        seen = functools.partial(_decoded_in, dtype=dtype)
+        tree = jax.tree.map(seen, tree, is_leaf=is_packed)
+    return cast_floats(tree, compute)
+
+
+def _decoded_in(node: PyTree, dtype: DTypeLike) -> PyTree:
+    return node.astype(dtype) if is_packed(node) else node
 
 
 def _is_float(leaf: PyTree) -> bool:
@@ -159,7 +169,7 @@ def _is_float(leaf: PyTree) -> bool:
 
 
 def _cast(leaf: PyTree, dtype: DTypeLike) -> PyTree:
-    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)  # or else an array, or a `Packed`
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
     return leaf.update(dtype=dtype) if is_shape else leaf.astype(dtype)
 
 

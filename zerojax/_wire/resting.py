@@ -76,11 +76,13 @@ class Coding:
         return jnp.concatenate([codes, scales.reshape(*weight.shape[:-1], -1)], axis=-1)
 
     def weight_of(self, rows: Array) -> Array:
-        codes, scales = jnp.split(rows, [self.code_bytes], axis=-1)
+        # Padding comes after the scales.
+        codes, scales = jnp.split(rows[..., : self.row], [self.code_bytes], axis=-1)
         scales = scales.reshape(*rows.shape[:-1], -1, SCALE_BYTES)
         scale = lax.bitcast_convert_type(scales, jnp.bfloat16).astype(jnp.float32)
         if self.kind == "nf4":
-            levels = jnp.asarray(NF4)[jnp.concatenate([codes & 15, codes >> 4], axis=-1)]
+            places = jnp.concatenate([codes & 15, codes >> 4], axis=-1)
+            levels = jnp.asarray(NF4).at[places].get(mode="promise_in_bounds")
         else:
             signed = lax.bitcast_convert_type(codes, jnp.int8)
             if self.kind == "int4":  # shifts keep the sign
