@@ -33,7 +33,7 @@ if typing.TYPE_CHECKING:
         unpad as unpad,
     )
     from zerojax._plan.precision import Precision as Precision
-    from zerojax._plan.quantize import dequantized as dequantized, quantized as quantized
+    from zerojax._plan.quantize import quantized as quantized
     from zerojax._run.processes import initialize as initialize
     from zerojax._step.compiled import load_step as load_step
     from zerojax._step.grad import value_and_grad as value_and_grad
@@ -60,7 +60,7 @@ _EXPORTS = {
     "_plan.plan": ["Plan"],
     "_plan.planner": ["full_params", "plan", "shard_train_state", "unpad"],
     "_plan.precision": ["Precision"],
-    "_plan.quantize": ["dequantized", "quantized"],
+    "_plan.quantize": ["quantized"],
     "_run.processes": ["initialize"],
     "_step.compiled": ["load_step"],
     "_step.grad": ["value_and_grad"],

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 
 from zerojax._loss import batch as _batch
 from zerojax._plan.plan import Plan
+from zerojax._state.packed import weights_of
 from zerojax._state.state import PARAMS, leaves_with_paths
 from zerojax._types import PyTree
-from zerojax._wire.resting import weights_of
 
 
 def run(

@@ -40,8 +40,8 @@ from zerojax._kernel.jaxprs import Atom, is_var, unclosed
 from zerojax._kernel.travel import names_in
 from zerojax._loss import fields as _fields, mean as _mean, unpacked as _unpacked
 from zerojax._state.hints import axes_of_rules
+from zerojax._state.packed import codings_of
 from zerojax._types import PyTree, is_key
-from zerojax._wire.resting import codings_of
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 T = TypeVar("T")

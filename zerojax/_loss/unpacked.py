@@ -1,4 +1,4 @@
-"""Lets a loss read weights that rest as codes: it is traced with the weights, and runs on the codes.
+"""Lets a loss read weights that rest as codes: traced with the weights, it runs on the codes.
 
 A loss is traced as if each `Packed` were its weight, so that no model sees a code. Then the jaxpr
 is rewritten: its inputs become the codes, which go into loops, remats and calls in place of the
@@ -16,11 +16,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from zerojax import _compat
 from zerojax._kernel.jaxprs import Atom, is_call, is_var, type_of
+from zerojax._state.packed import Coding, Packed, decoded, is_packed
 from zerojax._types import PyTree
-from zerojax._wire.resting import Coding, Packed, decoded, is_packed
 
 # Equations that change no element of a weight. What they say of its sharding, its codes have too.
-_SAME = frozenset({"copy", "copy_p", "sharding_constraint", "stop_gradient"})
+_UNCHANGED = frozenset({"copy", "copy_p", "sharding_constraint", "stop_gradient"})
 Codings = Sequence[Coding | None]
 
 
@@ -69,7 +69,9 @@ class _Rewriter:
         jaxpr = new if inner is given and not consts else ClosedJaxpr(new, consts)
         return eqn.replace(params={**eqn.params, "jaxpr": jaxpr})
 
-    def decoding(self, codes: Var, coding: Coding, weight: Var, reader: JaxprEqn | None) -> JaxprEqn:
+    def decoding(
+        self, codes: Var, coding: Coding, weight: Var, reader: JaxprEqn | None
+    ) -> JaxprEqn:
         """Returns the equation that decodes, in the name scope of the one that reads the weight."""
         shape = type_of(codes).shape
         if (coding, shape) not in self.decodings:
@@ -146,10 +148,10 @@ class _Level:
             self.eqns.append(self.rewriter.decoding(codes, coding, weight, reader))
 
     def viewed(self, eqn: JaxprEqn, codes: Var, coding: Coding) -> bool:
-        """Takes a slice, a reshape or a cast of a weight as one of its codes, if it is one."""
+        """Takes a slice, a reshape, a cast or rows of a weight as those of its codes, if it is."""
         name, result = eqn.primitive.name, eqn.outvars[0]
         before, after = type_of(eqn.invars[0]).shape, type_of(result).shape
-        if name in _SAME:
+        if name in _UNCHANGED:
             self.codes[result] = codes, coding
             return True
         if name == "convert_element_type" and coding.dtype == jnp.float32:
@@ -164,8 +166,22 @@ class _Level:
             params["slice_sizes"] = (*params["slice_sizes"][:-1], row)
         elif name == "reshape" and params["dimensions"] is None:
             params["new_sizes"] = (*params["new_sizes"][:-1], row)
+        elif name == "gather" and _takes_rows(eqn):
+            params["slice_sizes"] = (*params["slice_sizes"][:-1], row)
         elif name != "squeeze" or len(before) - 1 in params["dimensions"]:
             return False
         new = self.named(result, after, coding)
         self.eqns.append(eqn.replace(invars=[codes, *eqn.invars[1:]], outvars=[new], params=params))
         return True
+
+
+def _takes_rows(eqn: JaxprEqn) -> bool:
+    """Whether a gather takes whole rows, as from a table of embeddings.
+
+    Where an index is out of bounds, JAX may return NaN. The largest bytes, which it then returns
+    for codes, are NaN too: the scale is.
+    """
+    at, rank = eqn.params["dimension_numbers"], type_of(eqn.invars[0]).ndim
+    last = rank - 1
+    indexed = (*at.collapsed_slice_dims, *at.start_index_map, *at.operand_batching_dims)
+    return last not in indexed and at.offset_dims[-1:] == (type_of(eqn.outvars[0]).ndim - 1,)

@@ -26,10 +26,10 @@ from jax.typing import DTypeLike
 from zerojax._kernel.device import wide
 from zerojax._plan import optimizer as _optimizer
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
+from zerojax._state.packed import is_packed
 from zerojax._types import PyTree
 from zerojax._wire import codecs as _codecs
 from zerojax._wire.codecs import Quantized, Ways
-from zerojax._wire.resting import is_packed
 
 NARROW = jnp.dtype(jnp.bfloat16)  # the dtype of narrow moments
 _SIGN, _INFINITE, _FINITE = 0x80000000, 0x7F800000, 0x7F7FFFFF  # the bits of float32

@@ -9,10 +9,18 @@ import numpy as np
 from zerojax._plan import optimizer as _optimizer
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.hints import layer_dims
+from zerojax._state.packed import (
+    LEAST_RUN,
+    TOP_LEVELS,
+    Coding,
+    Packed,
+    coding_for,
+    encoded,
+    is_packed,
+    weights_of,
+)
 from zerojax._state.state import PARAMS, Leaf
 from zerojax._types import PyTree
-from zerojax._wire.codecs import LEAST_BLOCK
-from zerojax._wire.resting import LARGEST, Coding, Packed, coding_for, encoded, is_packed, weights_of
 
 
 def quantized(
@@ -37,7 +45,7 @@ def quantized(
 
     Returns:
         The state, with a node of one leaf of bytes in place of each such weight.
-        `zerojax.dequantized` returns the weights.
+        `zerojax.manual.dequantized` returns the weights.
 
     Example:
         >>> params = {"w": jnp.ones((256, 64)), "a": jnp.ones((256, 4)), "b": jnp.zeros((4, 64))}
@@ -47,14 +55,15 @@ def quantized(
         >>> state = zerojax.shard_train_state(zerojax.quantized(state), stage=3)
         >>> print(state.params["w"].rows.addressable_shards[0].data.nbytes, "of", 256 * 64 * 4)
         1088 of 65536
-        >>> print(zerojax.dequantized(state.params)["w"].shape)
+        >>> print(zerojax.manual.dequantized(state.params)["w"].shape)
         (256, 64)
     """
     _refusals.check_alive(state)
-    if codes not in LARGEST:
-        raise ValueError(f"codes={codes!r} is not known. Pass one of {', '.join(map(repr, LARGEST))}.")
-    if type(block) is not int or block < LEAST_BLOCK:
-        raise ValueError(f"block={block!r} must be an integer, {LEAST_BLOCK} or more.")
+    if codes not in TOP_LEVELS:
+        known = ", ".join(map(repr, TOP_LEVELS))
+        raise ValueError(f"codes={codes!r} is not known. Pass one of {known}.")
+    if type(block) is not int or block < LEAST_RUN:
+        raise ValueError(f"block={block!r} must be an integer, {LEAST_RUN} or more.")
     if _carried.carried_plan(state) is not None:
         raise ValueError(
             "zerojax.quantized takes a state before it is placed. Call it first: "
@@ -142,7 +151,7 @@ def dequantized(tree: PyTree) -> PyTree:
 
     Example:
         >>> params = zerojax.quantized({"w": jnp.ones((4, 64))}, "int8")
-        >>> print(jax.tree.leaves(params)[0].dtype, zerojax.dequantized(params)["w"].dtype)
+        >>> print(jax.tree.leaves(params)[0].dtype, zerojax.manual.dequantized(params)["w"].dtype)
         uint8 float32
     """
     return weights_of(tree)

@@ -11,9 +11,9 @@ from zerojax._loss.fields import with_fields
 from zerojax._loss.trace import traced_where_it_can_be, with_absent
 from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
+from zerojax._state.packed import weights_of
 from zerojax._step.step import Step
 from zerojax._types import Device, PyTree
-from zerojax._wire.resting import weights_of
 from zerojax.tools import _flops
 from zerojax.tools._hlo import gpus as _known
 

@@ -22,7 +22,6 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys_class
 from jax.typing import DTypeLike
 
 from zerojax._types import PyTree, Shape
-from zerojax._wire.codecs import LEAST_BLOCK
 
 # The levels of nf4: quantiles of a normal distribution, of which 0 and the ends are exact (QLoRA,
 # arXiv 2305.14314).
@@ -33,8 +32,9 @@ NF4 = np.array(
     + [0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0],
     np.float32,
 )
-LARGEST = {"nf4": 1.0, "int4": 7.0, "int8": 127.0}  # the level that the largest value gets
+TOP_LEVELS = {"nf4": 1.0, "int4": 7.0, "int8": 127.0}  # the level that the largest value gets
 SCALE_BYTES = 2
+LEAST_RUN = 32  # a smaller block would spend more than half a bit a weight on its scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Coding:
 
     def bytes_of(self, weight: Array) -> Array:
         blocks = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, self.block)
-        sizes = jnp.max(jnp.abs(blocks), axis=-1) / LARGEST[self.kind]
+        sizes = jnp.max(jnp.abs(blocks), axis=-1) / TOP_LEVELS[self.kind]
         # Rounded up, so that no code exceeds the largest.
         bits = lax.bitcast_convert_type(sizes, jnp.uint32) + 0xFFFF
         scale = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
@@ -107,7 +107,7 @@ def decoded(rows: Array, coding: Coding) -> Array:
 class Packed:
     """A weight that rests as codes: the `rows` of bytes, and how they are written.
 
-    Made by `zerojax.quantized`. A loss sees the weight itself; elsewhere, `zerojax.dequantized`
+    Made by `zerojax.quantized`. A loss sees the weight itself; elsewhere, `zerojax.manual.dequantized`
     returns it.
     """
 
@@ -140,7 +140,7 @@ def is_packed(node: object) -> bool:
 
 def coding_for(kind: str, block: int, shape: Shape, dtype: DTypeLike) -> Coding | None:
     """Returns how a weight is written, None if no block divides its rows."""
-    sizes = (n for n in range(block, LEAST_BLOCK - 1, -1) if shape[-1] % n == 0)
+    sizes = (n for n in range(block, LEAST_RUN - 1, -1) if shape[-1] % n == 0)
     size = next((n for n in sizes if kind == "int8" or n % 2 == 0), None)
     return None if size is None else Coding(kind, size, shape[-1], jnp.dtype(dtype))
 
