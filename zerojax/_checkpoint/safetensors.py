@@ -104,7 +104,8 @@ def import_safetensors(
     """Reads safetensors files straight into shards: each device reads only its part.
 
     Weights that rest as codes in `like` are encoded as they are read, a layer of a stack at a time;
-    files may also hold the codes. It first checks the tensors that have a checksum, which `export_safetensors` writes.
+    files may also hold the codes. It first checks the tensors that have a checksum, which
+    `export_safetensors` writes.
 
     Arguments:
         path: a directory with an index, or one `.safetensors` file.

@@ -107,8 +107,8 @@ def decoded(rows: Array, coding: Coding) -> Array:
 class Packed:
     """A weight that rests as codes: the `rows` of bytes, and how they are written.
 
-    Made by `zerojax.quantized`. A loss sees the weight itself; elsewhere, `zerojax.manual.dequantized`
-    returns it.
+    Made by `zerojax.quantized`. A loss sees the weight itself; `zerojax.manual.dequantized` returns
+    it elsewhere.
     """
 
     rows: PyTree
