@@ -32,6 +32,7 @@ parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--dim", type=int, default=128, help="a multiple of 64")
 parser.add_argument("--rank", type=int, default=8, help="the rank of the adapters")
 parser.add_argument("--lr", type=float, default=1e-2)
+parser.add_argument("--accumulate", type=int, default=1, help="microbatches per step")
 
 
 def make_params(args, seed, size):
@@ -87,7 +88,7 @@ def main():
 
     x = jax.random.normal(jax.random.key(0), (512, args.dim))
     batch = x, forward(make_params(args, seed=50, size=0.1), x)
-    step = zerojax.train_step(loss_fn)
+    step = zerojax.train_step(loss_fn, accumulate=args.accumulate)
     gathered = collections.Counter()
     for sent in zerojax.audit(step, state, batch).traffic:
         if sent.kind == "all-gather":
