@@ -88,7 +88,7 @@ def flat(jaxpr: Jaxpr, consts: Sequence[ArrayLike] = ()) -> Flat:
 
 
 _SUMS = frozenset({"add", "add_any"})
-_KEEPING = _SUMS | {"convert_element_type", "copy", "select_n"}
+_PASSING = _SUMS | {"convert_element_type", "copy", "select_n"}
 
 
 def same_values(program: Flat) -> dict[Any, Any]:
@@ -107,7 +107,7 @@ def same_values(program: Flat) -> dict[Any, Any]:
             zeros.add(out)
         cases = values[1:] if name == "select_n" else values
         found = {same.get(v) if is_var(v) else None for v in cases}
-        source = found.pop() if len(found) == 1 and name in _KEEPING else None
+        source = found.pop() if len(found) == 1 and name in _PASSING else None
         if source is not None and _is_of(source, out):
             same[out] = source
     return same
