@@ -130,6 +130,7 @@ RUNS = {
     f"dpo {TINY} --steps 3 --base {{new}} --base-steps 3": r"step 3: of unseen pairs \d",
     f"mezo {SMALL} --steps 3 --base {{base}}": r"Adam \d+\.\d+\n(?s:.*)step 3: validation loss",
     f"muon {TINY} --steps 3": "step 3: validation loss",
+    "qlora --layers 2 --dim 64 --steps 2": r"gathers \d+ KiB of u8\n(?s:.*)step 2: loss \d",
     f"compare_stages {TINY} --steps 1": r"\n +0 .* 3 x, \S+ +- +- +1\.00 x\n",
     f"tensor_parallel {TINY} --steps 1 --grid 2x2": r"P\(None, 'row', 'column'\)(?s:.*)over column",
     f"tensor_parallel {TINY} --steps 1": "all-(reduce|gather) over tensor.*all-(gather|reduce) ov",
@@ -443,6 +444,7 @@ FULL = {  # figures, the last of its kind each, and between what they are
     },
     "cyclic": {r"(\d+\.\d+)% of unseen": (97, 100), r"sends (\d+\.\d+) MiB": (13.9, 14.1)},
     "muon": {LOSS: (0, 2.4)},
+    "qlora": {r"step 1: loss (\d\.\d+)": (0.9, 1.3), r"step 60: loss (\d\.\d+)": (0, 0.36)},
     "muon --compare --steps 0": {  # GFLOP and MiB
         r"Adam, stage 3 +(\d\.\d+) ": (0.45, 0.49),
         r"Muon, stage 3 +(\d\.\d+) ": (1.15, 1.27),

@@ -34,6 +34,7 @@ if typing.TYPE_CHECKING:
         unpad as unpad,
     )
     from zerojax._plan.precision import Precision as Precision
+    from zerojax._plan.quantize import quantized as quantized
     from zerojax._plan.resharding import resharded as resharded
     from zerojax._run.processes import initialize as initialize
     from zerojax._step.compiled import load_step as load_step
@@ -62,6 +63,7 @@ _EXPORTS = {
     "_plan.plan": ["Plan"],
     "_plan.planner": ["full_params", "plan", "shard_train_state", "unpad"],
     "_plan.precision": ["Precision"],
+    "_plan.quantize": ["quantized"],
     "_plan.resharding": ["resharded"],
     "_run.processes": ["initialize"],
     "_step.compiled": ["load_step"],

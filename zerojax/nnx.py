@@ -34,7 +34,7 @@ from zerojax._axis_types import NO_MESH, seen_as
 from zerojax._declared import Options, option, takes
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.trace import split_aux
-from zerojax._plan import move as _move, planner as _planner
+from zerojax._plan import move as _move, planner as _planner, quantize as _quantize
 from zerojax._plan.plan_options import PlanOptions
 from zerojax._state import carried as _carried, nnx_state as _nnx_state, refusals as _refusals
 from zerojax._state.nnx_state import (
@@ -118,6 +118,36 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
         optimizer.opt_state = like.opt_state
     optimizer.tx = placed.tx
     update(model, optimizer, placed)
+    return model, optimizer
+
+
+def quantized(
+    model: nnx.Module,
+    optimizer: nnx.Optimizer,
+    codes: str = "nf4",
+    *,
+    where: str | None = None,
+    block: int = 64,
+) -> tuple[nnx.Module, nnx.Optimizer]:
+    """Puts frozen weights of a model into codes of 4 or 8 bits, in place: see `zerojax.quantized`.
+
+    Call it before `shard`, or in the function that makes the model. A step's loss gets the model
+    with its weights. To call the model yourself, first decode them:
+    `nnx.update(model, zerojax.manual.dequantized(zerojax.nnx.state(model, optimizer).params))`.
+
+    Example:
+        >>> import zerojax.nnx
+        >>> from flax import nnx
+        >>> model = nnx.LoRALinear(64, 128, lora_rank=4, rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.LoRAParam)
+        >>> zerojax.nnx.shard(*zerojax.nnx.quantized(model, optimizer), stage=3)[0] is model
+        True
+        >>> step = zerojax.nnx.train_step(lambda model, x: jnp.mean((model(x) - 1) ** 2))
+        >>> float(step(model, optimizer, jnp.zeros((8, 64)))["loss"])
+        1.0
+    """
+    new = _quantize.quantized(state(model, optimizer), codes, where=where, block=block)
+    nnx.update(model, new.params)
     return model, optimizer
 
 

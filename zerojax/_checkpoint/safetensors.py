@@ -3,7 +3,8 @@
 import functools
 import operator
 import os
-from collections.abc import Callable, Container, Mapping, Set
+from collections.abc import Callable, Collection, Container, Mapping, Set
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from zerojax._checkpoint import (
     save as _save,
     tensor_files as _tensor_files,
 )
+from zerojax._checkpoint.into_codes import as_weight, encoding
 from zerojax._checkpoint.names import Names, Source, dotted
 from zerojax._checkpoint.stream import Outgoing, outgoing
 from zerojax._checkpoint.tensor_files import DTYPES, FileTensor, Written, some
@@ -24,7 +26,9 @@ from zerojax._plan.padding import padded, padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import MasterState
 from zerojax._state import state as _state
-from zerojax._types import PyTree
+from zerojax._state.packed import Coding, codings_of
+from zerojax._state.state import Leaf
+from zerojax._types import PyTree, Shape
 
 
 def export_safetensors(
@@ -88,7 +92,9 @@ def import_safetensors(
 ) -> PyTree:
     """Reads safetensors files straight into shards: each device reads only its part.
 
-    It first checks the tensors that have a checksum, which `export_safetensors` writes.
+    Weights that rest as codes in `like` are encoded as they are read, a layer of a stack at a time;
+    files may also hold the codes. It first checks the tensors that have a checksum, which
+    `export_safetensors` writes.
 
     Arguments:
         path: a directory with an index, or one `.safetensors` file.
@@ -128,9 +134,11 @@ def import_safetensors(
     leaves = _state.named_leaves(params)
     sizes = {leaf.name: shapes.get(leaf.name, np.shape(leaf.value)) for leaf in leaves}
     kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
+    files = os.fspath(_save.absolute(path))
+    codes, leaves = _into_codes(params, leaves, sizes, kept, _tensors(files, rename, ()))
     by_tensor = _names.sources({} if names is None else names, sizes, kept)
     sources = [one for parts in by_tensor.values() for one in parts]
-    stored = _tensors(os.fspath(_save.absolute(path)), rename, by_tensor)
+    stored = _tensors(files, rename, by_tensor)
     if plan is None:
         _check_masters(state, sizes.keys() - kept)
     tensors = _names.arranged(stored, [one for one in sources if one.leaf not in kept], sizes)
@@ -153,8 +161,39 @@ def import_safetensors(
     shardings = [_matching.stored_struct(value).sharding for value in wanted.values()]
     together = not all(sharding.is_fully_addressable for sharding in shardings)
     _tensor_files.check([stored[name] for name in sorted(used)], together)
-    read = {name: _placed(tensors[name][1], value) for name, value in wanted.items()}
+    read: dict[str, jax.Array] = {}
+    for name, value in wanted.items():
+        to_read, code = tensors[name][1], codes.get(name)
+        if code is not None:
+            to_read, value = encoding(to_read, code.coding, sizes[name]), code.leaf.value
+        read[name if code is None else code.leaf.name] = _placed(to_read, value)
     return _matching.filled(params, read)
+
+
+class _Codes(NamedTuple):
+    """A leaf of codes that is made of a weight in files."""
+
+    leaf: Leaf
+    coding: Coding
+
+
+def _into_codes(
+    params: PyTree,
+    leaves: list[Leaf],
+    sizes: dict[str, Shape],
+    kept: Container[str],
+    stored: Collection[str],
+) -> tuple[dict[str, _Codes], list[Leaf]]:
+    """Returns the codes to make, by the names of their weights, and all leaves as the files have
+    them. `sizes` gets the shapes of the weights."""
+    codes: dict[str, _Codes] = {}
+    seen = list(leaves)
+    for at, (leaf, coding) in enumerate(zip(leaves, codings_of(params), strict=True)):
+        if coding is None or leaf.name in kept or {leaf.name, dotted(leaf.name)} & {*stored}:
+            continue
+        seen[at] = weight = as_weight(leaf, coding, sizes.pop(leaf.name))
+        sizes[weight.name], codes[weight.name] = weight.value.shape, _Codes(leaf, coding)
+    return codes, seen
 
 
 def _tensors(

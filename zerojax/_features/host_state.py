@@ -18,11 +18,12 @@ from jax import Array, lax
 from zerojax import _compat
 from zerojax._kernel.arrays import Index, sliced, written
 from zerojax._kernel.device import at_rest, scattered, updated
+from zerojax._kernel.jaxprs import is_var
 from zerojax._kernel.places import LeafPlan
 from zerojax._plan.padding import padded, unpadded
 from zerojax._plan.plan import Plan
 from zerojax._types import Device
-from zerojax._update.rules import Flat
+from zerojax._update.rules import Flat, same_values
 from zerojax._update.update import InParts, Part, Update
 from zerojax._warn import warn
 
@@ -75,6 +76,13 @@ class Streamed:
         streamed = {i for i, value in enumerate(self.values) if _compat.is_on_host(value)}
         self.update = InParts(update, shapes, streamed, plan.stacks)
         self.results = dict(done)
+        # What the update leaves as it was, such as frozen parameters, stays where it is.
+        full, same = self.update.full, same_values(self.update.full)
+        for part in self.update.parts:
+            k, *others = part.outputs
+            v, at = full.outvars[k], self.first + k
+            if not others and at in streamed and is_var(v) and same.get(v) is full.invars[at]:
+                self.results.setdefault(k, values[at])
 
     def run(self) -> list[Array]:
         """Returns the leaves of the new state; first those that read nothing in host memory."""

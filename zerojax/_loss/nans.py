@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax._loss import batch as _batch
 from zerojax._plan.plan import Plan
+from zerojax._state.packed import weights_of
 from zerojax._state.state import PARAMS, leaves_with_paths
 from zerojax._types import PyTree
 
@@ -59,7 +60,7 @@ def explain(
     roles: Sequence[_batch.Role],
 ) -> None:
     """Raises for bad inputs; otherwise runs the loss op by op, as it was written."""
-    params = plan.logical_part(params, PARAMS)
+    params = weights_of(plan.logical_part(params, PARAMS))
     named = {PARAMS: params, "batch": args[0]}
     if bad := _bad_leaves(named | {f"argument {i}": a for i, a in enumerate(args[1:], 3)}):
         raise FloatingPointError(

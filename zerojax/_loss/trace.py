@@ -38,8 +38,9 @@ from zerojax import _axis_types, _compat
 from zerojax._axis_types import NO_MESH
 from zerojax._kernel.jaxprs import Atom, is_var, unclosed
 from zerojax._kernel.travel import names_in
-from zerojax._loss import fields as _fields, mean as _mean
+from zerojax._loss import fields as _fields, mean as _mean, unpacked as _unpacked
 from zerojax._state.hints import axes_of_rules
+from zerojax._state.packed import codings_of
 from zerojax._types import PyTree, is_key
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
@@ -79,10 +80,12 @@ def trace_loss(
     # that they have outside of `shard_map`.
     leaves, treedef = jax.tree.flatten(loss_fn)  # a plain function is one leaf
     captured = [leaf for leaf in leaves if isinstance(leaf, Array)]
+    codings, args = codings_of(args), _unpacked.as_weights(args)
 
     def checked(args: Sequence[PyTree], captured: Sequence[Array]) -> tuple[Array, PyTree]:
         arrays = iter(captured)
         loss_fn = treedef.unflatten([next(arrays) if isinstance(x, Array) else x for x in leaves])
+        args = _unpacked.without_nodes(args)
         loss, aux = split_aux(_call(loss_fn, args, axes), has_aux)
         _check_scalar(loss)
         _check_aux(aux, mutable)
@@ -108,6 +111,7 @@ def trace_loss(
             closed = Dropper(axes, outer, seen).jaxpr(closed)
         # nnx.scan returns the weights it was given, layer by layer; what is not read goes first.
         jaxpr = _compat.without_unread(unclosed(closed)[0])
+        jaxpr = _unpacked.on_codes(jaxpr, codings)
         return TracedLoss(jaxpr, [*captured, *closed.consts], aux, closed.consts)
 
     return as_one_device(opened, mesh, axes)

@@ -68,12 +68,12 @@ class Offload:
         placed, room = list(leaves), math.inf if self.max_bytes is None else self.max_bytes
         for kind in OFFLOADED:
             share, small = getattr(self, kind), f"smaller than {human_bytes(self.min_bytes)}"
-            # Scalars would save nothing, and keys stay.
+            # Scalars would save nothing, and keys stay. So do integers that a step updates.
             own = {
                 i: leaf.bytes_per_device(mesh)
                 for i, leaf in enumerate(leaves)
                 if share and leaf.kind == kind and leaf.shape
-                if kind != PARAMS or jnp.issubdtype(leaf.dtype, jnp.inexact)
+                if kind != PARAMS or jnp.issubdtype(leaf.dtype, jnp.inexact) or leaf.frozen
             }
             left = float(share) * sum(own.values())
             for i in sorted(own, key=lambda i: -own[i]):

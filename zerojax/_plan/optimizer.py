@@ -166,7 +166,7 @@ def frozen_params(state: PyTree, update: Update) -> list[bool]:
             "help, make the optimizer outside of the function."
         )
     read = program.read()
-    return [jnp.issubdtype(p.dtype, jnp.inexact) and i not in read for i, p in enumerate(params)]
+    return [not is_key(p) and i not in read for i, p in enumerate(params)]
 
 
 def moments(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> list[bool]:

@@ -20,7 +20,13 @@ from zerojax._declared import takes
 from zerojax._kernel import places as _places
 from zerojax._kernel.places import Axes, Groups, LeafPlan, Placement, chosen_groups, leaf_at
 from zerojax._kernel.travel import names_in
-from zerojax._plan import mesh as _mesh, move as _move, optimizer as _optimizer, padding as _padding
+from zerojax._plan import (
+    mesh as _mesh,
+    move as _move,
+    optimizer as _optimizer,
+    padding as _padding,
+    quantize as _quantize,
+)
 from zerojax._plan.offload import as_offload
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.plan_options import PlanOptions, StateOptions
@@ -78,6 +84,8 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
     update = _optimizer.update_of(state, tx) if has_update else None
     are_frozen = [] if update is None else _optimizer.frozen_params(state, update)
     frozen = set(itertools.compress(params, are_frozen))
+    if update is not None:
+        _quantize.check_frozen(state, frozen)
     over = groups if rule.size > 1 else Groups()
     planned = [
         _leaf_plan(leaf, spec, over, rule, leaf.name in frozen, is_stack(leaf, stacks), absent)

@@ -12,6 +12,7 @@ time, and `_update/rules.py` could not prove such updates.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from jax.typing import DTypeLike
 from zerojax._kernel.device import wide
 from zerojax._plan import optimizer as _optimizer
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
+from zerojax._state.packed import is_packed
 from zerojax._types import PyTree
 from zerojax._wire import codecs as _codecs
 from zerojax._wire.codecs import Quantized, Ways
@@ -147,6 +149,19 @@ def cast_floats(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
     if dtype is None:
         return tree
     return jax.tree.map(lambda leaf: _cast(leaf, dtype) if _is_float(leaf) else leaf, tree)
+
+
+def seen_in(tree: PyTree, compute: DTypeLike | None, stored: DTypeLike | None) -> PyTree:
+    """Returns the shapes of a loss's inputs as the loss sees them. Codes stay: a loss sees their
+    weights in the dtype of the others, that in which it computes or these are stored."""
+    if (dtype := compute or stored) is not None:
+        seen = functools.partial(_decoded_in, dtype=dtype)
+        tree = jax.tree.map(seen, tree, is_leaf=is_packed)
+    return cast_floats(tree, compute)
+
+
+def _decoded_in(node: PyTree, dtype: DTypeLike) -> PyTree:
+    return node.astype(dtype) if is_packed(node) else node
 
 
 def _is_float(leaf: PyTree) -> bool:

@@ -155,7 +155,9 @@ def updating_only(
         new: PyTree
         new, state = tx.update(chosen(updates), state, chosen(params))
         steps, flat = dict(nnx.to_flat_state(new)), nnx.to_flat_state(updates)
-        return nnx.from_flat_state((p, steps.get(p, jnp.zeros_like(g))) for p, g in flat), state
+        zeros = ((p, jax.tree.map(jnp.zeros_like, g)) for p, g in flat if p not in steps)
+        steps.update(zeros)
+        return nnx.from_flat_state((p, steps[p]) for p, _ in flat), state
 
     return optax.GradientTransformation(lambda params: tx.init(chosen(params)), update)
 

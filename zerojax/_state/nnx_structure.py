@@ -22,6 +22,7 @@ from jax.core import Tracer
 
 from zerojax._state import nnx_state as _nnx_state
 from zerojax._state.nnx_state import State
+from zerojax._state.packed import is_packed
 from zerojax._types import PyTree, kinds_of
 
 # The slots of a variable, or else its methods. These copy the metadata, and ask each time whether
@@ -51,7 +52,7 @@ class Structure:
         self._forget()
         apart = _nnx_state.with_variables(model, optimizer)
         placed = nnx.as_pure(apart)
-        leaves, self.treedef = jax.tree.flatten(placed)
+        leaves, self.treedef = jax.tree.flatten(placed, is_leaf=is_packed)
         variables = jax.tree.leaves(apart, is_leaf=_is_plain)
         # If an optimizer updates only some parameters, the variables of the others have no array.
         variables = [v for v in variables if not _is_plain(v) or jax.tree.leaves(v.get_raw_value())]
@@ -62,7 +63,7 @@ class Structure:
 
     def update(self, model: nnx.Module, optimizer: nnx.Optimizer, new: State) -> None:
         """Puts the arrays that a step returned into the model and the optimizer that it got."""
-        variables, values = self.variables, jax.tree.leaves(new)
+        variables, values = self.variables, jax.tree.leaves(new, is_leaf=is_packed)
         is_known = self.places is not None and self.places.are_of(model, optimizer)
         traced = any(issubclass(kind, Tracer) for kind in kinds_of(values))
         if is_known and not self.is_new and not traced:
@@ -137,6 +138,13 @@ def _is_plain(value: object) -> bool:
 def _hold(variables: list[PyTree], leaves: list[PyTree]) -> bool:
     """Whether the leaves of a state are just the raw values of these variables."""
     return len(variables) == len(leaves) and all(
-        _is_plain(variable) and variable.get_raw_value() is leaf
+        _is_plain(variable) and _is_same(variable.get_raw_value(), leaf)
         for variable, leaf in zip(variables, leaves, strict=True)
     )
+
+
+def _is_same(value: PyTree, leaf: PyTree) -> bool:
+    """Whether two values are one array; codes come in another node."""
+    if is_packed(value) and is_packed(leaf):
+        return value.rows is leaf.rows
+    return value is leaf

@@ -25,7 +25,7 @@ from zerojax._loss import (
 from zerojax._loss.trace import NOT_EXPLICIT, TracedLoss, explained_dtypes, trace_loss
 from zerojax._plan import move as _move, padding as _padding
 from zerojax._plan.plan import Plan, check_plan
-from zerojax._plan.precision import cast_floats
+from zerojax._plan.precision import seen_in
 from zerojax._state import refusals as _refusals
 from zerojax._step.program import Program, sum_of_squares
 from zerojax._step.step_options import LossOptions, ValueOptions, precision_of
@@ -179,7 +179,8 @@ def _program(
         """Traces the loss on one of so many parts of the batch."""
         pairs = zip(arg_values, roles, strict=True)
         parts = [_batch.part_shape(value, role, ways) for value, role in pairs]
-        shapes = cast_floats([full, *arg_tree.unflatten(parts)], precision.compute)
+        inputs = [full, *arg_tree.unflatten(parts)]
+        shapes = seen_in(inputs, precision.compute, precision.param)
         has_aux, mutable = options.has_aux, options.mutable
         over, names = (plan.mesh, plan.batch_axes), (mutable, plan.absent, plan.explicit_mesh)
         with explained_dtypes(precision.compute or precision.param), _noted_errors(plan):

@@ -87,6 +87,36 @@ def flat(jaxpr: Jaxpr, consts: Sequence[ArrayLike] = ()) -> Flat:
     return Flat(list(jaxpr.invars), eqns, list(map(inliner.named, jaxpr.outvars)), constants)
 
 
+_SUMS = frozenset({"add", "add_any"})
+_PASSING = _SUMS | {"convert_element_type", "copy", "select_n"}
+
+
+def same_values(program: Flat) -> dict[Any, Any]:
+    """Returns, by variable, the input that it is. Adding zeros, as optax does to what is frozen,
+    leaves it what it was."""
+    same: dict[Any, Any] = {v: v for v in program.invars}
+    zeros: set[Any] = set()
+
+    def is_zero(atom: Atom) -> bool:
+        return atom in zeros if is_var(atom) else not np.any(atom.val)
+
+    for eqn in program.eqns:
+        name, out = eqn.primitive.name, eqn.outvars[0]
+        values = [v for v in eqn.invars if not (name in _SUMS and is_zero(v))]
+        if name in ("broadcast_in_dim", "convert_element_type") and is_zero(eqn.invars[0]):
+            zeros.add(out)
+        cases = values[1:] if name == "select_n" else values
+        found = {same.get(v) if is_var(v) else None for v in cases}
+        source = found.pop() if len(found) == 1 and name in _PASSING else None
+        if source is not None and _is_of(source, out):
+            same[out] = source
+    return same
+
+
+def _is_of(one: Var, other: Var) -> bool:
+    return type_of(one).shape == type_of(other).shape and type_of(one).dtype == type_of(other).dtype
+
+
 def labelled(
     full: Flat,
     one: Flat,

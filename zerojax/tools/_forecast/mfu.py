@@ -11,6 +11,7 @@ from zerojax._loss.fields import with_fields
 from zerojax._loss.trace import traced_where_it_can_be, with_absent
 from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
+from zerojax._state.packed import weights_of
 from zerojax._step.step import Step
 from zerojax._types import Device, PyTree
 from zerojax.tools import _flops
@@ -73,7 +74,8 @@ def needed_flops(
             if mesh is plan.explicit_mesh:
                 seen = map(plan.seen_by_loss, plan.params)
                 params = [typed(v, leaf.sharding) for v, leaf in zip(params, seen, strict=True)]
-            return with_fields(loss_fn, logical, mutable)(treedef.unflatten(params), *args)
+            params = weights_of(treedef.unflatten(params))
+            return with_fields(loss_fn, logical, mutable)(params, *args)
 
         traced = jax.make_jaxpr(forward, axis_env=sizes)(*shapes)
         return 3 * _flops.jaxpr_flops(traced.jaxpr)

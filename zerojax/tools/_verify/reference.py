@@ -26,7 +26,7 @@ from zerojax._loss.trace import trace_loss
 from zerojax._plan.optimizer import apply_gradients
 from zerojax._plan.padding import on_host
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import cast_floats
+from zerojax._plan.precision import cast_floats, seen_in
 from zerojax._state import state as _state
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._step.step_options import precision_of
@@ -196,7 +196,7 @@ class Reference:
         whole = map(self.plan.seen_by_loss, self.plan.params)
         full = jax.tree.structure(params).unflatten(whole)
         shapes = [_batch.part_shape(value, role, ways) for value, role in pairs]
-        shapes = cast_floats([full, *treedef.unflatten(shapes)], compute)
+        shapes = seen_in([full, *treedef.unflatten(shapes)], compute, self.precision.param)
         loss_fn = with_fields(self.recipe.loss_fn, self.state, names)
         over, explicit = (mesh, tuple(split)), self.plan.explicit_mesh
         traced = trace_loss(loss_fn, shapes, None, *over, names, explicit=explicit)

@@ -1,0 +1,187 @@
+"""Lets a loss read weights that rest as codes: traced with the weights, it runs on the codes.
+
+A loss is traced as if each `Packed` were its weight, so that no model sees a code. Then the jaxpr
+is rewritten: its inputs become the codes, which go into loops, remats and calls in place of the
+weight, and a weight is decoded before the first equation that computes with it. So only codes
+travel: to the engine, the decoding of a layer is part of the prefix, which follows each gather.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from zerojax import _compat
+from zerojax._kernel.jaxprs import Atom, is_call, is_var, type_of
+from zerojax._state.packed import Coding, Packed, decoded, is_packed
+from zerojax._types import PyTree
+
+# Equations that change no element of a weight. What they say of its sharding, its codes have too.
+_UNCHANGED = frozenset({"copy", "copy_p", "sharding_constraint", "stop_gradient"})
+Codings = Sequence[Coding | None]
+
+
+def as_weights(tree: PyTree) -> PyTree:
+    """Returns a tree with the shapes of weights in place of the shapes of their codes."""
+
+    def weight(node: PyTree) -> PyTree:
+        if not is_packed(node):
+            return node
+        rows, coding = node.rows, node.coding
+        return Packed(rows.update(shape=node.shape, dtype=coding.dtype), coding)
+
+    return jax.tree.map(weight, tree, is_leaf=is_packed)
+
+
+def without_nodes(tree: PyTree) -> PyTree:
+    """Returns a tree as a model knows it, of one that has weights in place of codes."""
+    return jax.tree.map(lambda x: x.rows if is_packed(x) else x, tree, is_leaf=is_packed)
+
+
+def on_codes(jaxpr: Jaxpr, codings: Codings) -> Jaxpr:
+    """Returns a jaxpr that takes codes in place of the weights among its inputs."""
+    if not any(codings):
+        return jaxpr
+    return _Rewriter().open(jaxpr, (*codings, *[None] * (len(jaxpr.invars) - len(codings))))
+
+
+class _Rewriter:
+    """Rewrites jaxprs, each always to the same object: equal layers share one."""
+
+    def __init__(self) -> None:
+        self.done: dict[tuple[int, Codings], tuple[object, Jaxpr]] = {}
+        self.decodings: dict[tuple[Coding, tuple[int, ...]], JaxprEqn] = {}
+
+    def open(self, jaxpr: Jaxpr, codings: Codings) -> Jaxpr:
+        key = id(jaxpr), tuple(codings)
+        if key not in self.done:
+            self.done[key] = jaxpr, _Level(self, jaxpr, codings).rewritten()
+        return self.done[key][1]
+
+    def inside(self, eqn: JaxprEqn, codings: Codings) -> JaxprEqn:
+        """Returns a loop, remat or call whose own jaxpr takes the codes."""
+        given = eqn.params["jaxpr"]
+        inner, consts = _compat.opened(given)
+        new = self.open(inner, codings)
+        jaxpr = new if inner is given and not consts else ClosedJaxpr(new, consts)
+        return eqn.replace(params={**eqn.params, "jaxpr": jaxpr})
+
+    def decoding(
+        self, codes: Var, coding: Coding, weight: Var, reader: JaxprEqn | None
+    ) -> JaxprEqn:
+        """Returns the equation that decodes, in the name scope of the one that reads the weight."""
+        shape = type_of(codes).shape
+        if (coding, shape) not in self.decodings:
+            struct = jax.ShapeDtypeStruct(shape, jnp.uint8)
+            made = jax.make_jaxpr(lambda rows: decoded(rows, coding))(struct)
+            (self.decodings[coding, shape],) = made.eqns
+        eqn = self.decodings[coding, shape].replace(invars=[codes], outvars=[weight])
+        return eqn if reader is None else eqn.replace(source_info=reader.source_info)
+
+
+class _Level:
+    """One jaxpr on its way to another."""
+
+    def __init__(self, rewriter: _Rewriter, jaxpr: Jaxpr, codings: Codings) -> None:
+        self.rewriter, self.jaxpr, self.eqns = rewriter, jaxpr, list[JaxprEqn]()
+        # Of each weight, the variable of its codes.
+        self.codes: dict[Var, tuple[Var, Coding]] = {}
+        self.decoded: set[Var] = set()
+        self.invars = list(jaxpr.invars)
+        for at, (var, coding) in enumerate(zip(jaxpr.invars, codings, strict=True)):
+            if coding:
+                self.invars[at] = self.named(var, type_of(var).shape, coding)
+
+    def named(self, weight: Var, shape: tuple[int, ...], coding: Coding) -> Var:
+        aval: ShapedArray = type_of(weight)
+        codes = aval.update(shape=(*shape[:-1], coding.row), dtype=jnp.dtype(jnp.uint8))
+        self.codes[weight] = var = _compat.fresh(weight, codes), coding
+        return var[0]
+
+    def rewritten(self) -> Jaxpr:
+        for eqn in self.jaxpr.eqns:
+            if any(is_var(v) and v in self.codes for v in eqn.invars):
+                self.visit(eqn)
+            else:
+                self.eqns.append(eqn)
+        for var in self.jaxpr.outvars:
+            self.decode(var, None)
+        return self.jaxpr.replace(invars=self.invars, eqns=self.eqns)
+
+    def visit(self, eqn: JaxprEqn) -> None:
+        name, weight = eqn.primitive.name, eqn.invars[0]
+        if is_var(weight) and weight in self.codes and self.viewed(eqn, *self.codes[weight]):
+            return
+        takes = [False] * len(eqn.invars)
+        if name == "scan":
+            num_consts, num_carry = _compat.scan_counts(eqn.params)
+            first_x = num_consts + num_carry
+            takes = [
+                at < num_consts or (at >= first_x and type_of(v).ndim > 1)
+                for at, v in enumerate(eqn.invars)
+            ]
+        elif name in _compat.REMAT:
+            takes = [True] * len(eqn.invars)
+        elif is_call(eqn) and "jaxpr" in eqn.params:
+            takes = [v not in self.decoded for v in eqn.invars]
+        invars: list[Atom] = []
+        codings: list[Coding | None] = []
+        for atom, as_codes in zip(eqn.invars, takes, strict=True):
+            found = self.codes.get(atom) if is_var(atom) else None
+            if found is not None and not as_codes:
+                self.decode(atom, eqn)
+                found = None
+            codes, coding = found or (atom, None)
+            invars.append(codes)
+            codings.append(coding)
+        eqn = eqn.replace(invars=invars)
+        self.eqns.append(self.rewriter.inside(eqn, codings) if any(codings) else eqn)
+
+    def decode(self, weight: Atom, reader: JaxprEqn | None) -> None:
+        """Decodes a weight once: later equations read it too."""
+        if is_var(weight) and weight in self.codes and weight not in self.decoded:
+            codes, coding = self.codes[weight]
+            self.decoded.add(weight)
+            self.eqns.append(self.rewriter.decoding(codes, coding, weight, reader))
+
+    def viewed(self, eqn: JaxprEqn, codes: Var, coding: Coding) -> bool:
+        """Takes a slice, a reshape, a cast or rows of a weight as those of its codes, if it is."""
+        name, result = eqn.primitive.name, eqn.outvars[0]
+        before, after = type_of(eqn.invars[0]).shape, type_of(result).shape
+        if name in _UNCHANGED:
+            self.codes[result] = codes, coding
+            return True
+        if name == "convert_element_type" and coding.dtype == jnp.float32:
+            self.codes[result] = codes, dataclasses.replace(coding, dtype=type_of(result).dtype)
+            return True
+        if not after or after[-1] != before[-1] or len(before) < 2:
+            return False
+        params, row = dict(eqn.params), coding.row
+        if name == "slice":
+            params["limit_indices"] = (*params["limit_indices"][:-1], row)
+        elif name == "dynamic_slice":
+            params["slice_sizes"] = (*params["slice_sizes"][:-1], row)
+        elif name == "reshape" and params["dimensions"] is None:
+            params["new_sizes"] = (*params["new_sizes"][:-1], row)
+        elif name == "gather" and _takes_rows(eqn):
+            params["slice_sizes"] = (*params["slice_sizes"][:-1], row)
+        elif name != "squeeze" or len(before) - 1 in params["dimensions"]:
+            return False
+        new = self.named(result, after, coding)
+        self.eqns.append(eqn.replace(invars=[codes, *eqn.invars[1:]], outvars=[new], params=params))
+        return True
+
+
+def _takes_rows(eqn: JaxprEqn) -> bool:
+    """Whether a gather takes whole rows, as from a table of embeddings.
+
+    Where an index is out of bounds, JAX may return NaN. The largest bytes, which it then returns
+    for codes, are NaN too: the scale is.
+    """
+    at, rank = eqn.params["dimension_numbers"], type_of(eqn.invars[0]).ndim
+    last = rank - 1
+    indexed = (*at.collapsed_slice_dims, *at.start_index_map, *at.operand_batching_dims)
+    return last not in indexed and at.offset_dims[-1:] == (type_of(eqn.outvars[0]).ndim - 1,)
