@@ -82,7 +82,7 @@ class StepParam(Param):
         precision, own = self.precision, self.leaf.dtype
         if precision.master is None or not jnp.issubdtype(own, jnp.floating):
             return own
-        wide = precision.master if self.accumulates else precision.sums
+        wide = precision.master_dtype if self.accumulates else precision.sums
         return jnp.promote_types(own, wide or own)
 
     @property
