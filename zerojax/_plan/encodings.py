@@ -39,8 +39,12 @@ numbers, so XLA keeps what looks like it, and JAX takes it for something to diff
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
+
+from zerojax._kernel.travel import names_in
 
 SIGN, INFINITE, FINITE = 0x80000000, 0x7F800000, 0x7F7FFFFF  # the bits of float32
 STEP = 258  # the float32 numbers between two corrections
@@ -181,6 +185,22 @@ def encoded(value: Array, salt: Salt = None) -> tuple[Array, Array]:
     return codes, _bfloat16((is_plain.astype(jnp.uint32) << 15) | (top << (DROPPED - 16)))
 
 
+def typed_codes(value: Array) -> tuple[Array, Array]:
+    """Returns what `encoded` does, if the type of the array says how it is sharded.
+
+    Where a shard ends within a block, the scales are whole along the last dimension.
+    """
+    sharding = jax.typeof(value).sharding
+    spec, (count, size) = sharding.spec, blocks_of(value.shape[-1])
+    over = names_in(spec[value.ndim - 1 :])
+    parts = math.prod(sharding.mesh.shape[name] for name in over)
+    if parts == 1 or (count % parts == 0 and count * size == value.shape[-1]):
+        return encoded(value)
+    whole = jax.sharding.PartitionSpec(*spec[:-1], None)
+    codes, scales = encoded(jax.sharding.reshard(value, whole))
+    return jax.sharding.reshard(codes, spec), scales
+
+
 def decoded(codes: Array, scales: Array) -> Array:
     """Returns the float32 numbers of codes and the scales of their blocks."""
     length = codes.shape[-1]
@@ -204,6 +224,16 @@ def _levels(top: Array, is_plain: Array) -> tuple[Array, Array]:
 
 def _float(bits: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def as_float(value: Array) -> Array:
+    """Returns codes as a type that JAX differentiates by, with the same bits; others as they are."""
+    return lax.bitcast_convert_type(value, AS_FLOAT) if value.dtype == jnp.int8 else value
+
+
+def as_stored(value: Array, dtype: DTypeLike) -> Array:
+    """Returns what `as_float` made of an array of this dtype as that array."""
+    return lax.bitcast_convert_type(value, dtype) if dtype == jnp.int8 else value
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

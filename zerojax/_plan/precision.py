@@ -411,7 +411,7 @@ def _with_narrow(
             scale = jax.ShapeDtypeStruct(_encodings.scale_shape(value.shape), NARROW)
             values[place], scales[place] = value.update(dtype=CODES), scale
         else:
-            values[place], scales[place] = _encodings.encoded(value)
+            values[place], scales[place] = _encodings.typed_codes(value)
     return CodedState(count, treedef.unflatten(values), treedef.unflatten(scales))
 
 
