@@ -19,10 +19,11 @@ of float32 (but one division), so that no program rounds it in another way.
 [Note: corrections]
 A master is its bfloat16 weight, the nearest one, and a code of -127 to 127: how far it lies towards
 the next weight, in steps of 258 float32 numbers. 127 of these are just half the way. So a master is
-off by less than 2^-15 of its size, or by half of that where it was rounded to the nearest. Where the
-weight is an odd number of bfloat16's, the code counts the other way, so that it is the same on both
-sides of the middle. XLA may compute a new master twice, and once in other steps of rounding. A
-weight that it rounds up and a code that it computes from below still give a number close by.
+off by less than a 32,000th of its size, and by half of that where it was rounded to the nearest.
+
+Where a weight's last bit is 1, its code counts the other way, so that codes are the same on both
+sides of the middle between two weights. XLA may compute a new master twice, and round once in other
+places. A weight from above the middle and a code from below still make a number close by.
 
 [Note: codes]
 Numbers of one block, a run along the last dimension, share a scale: the largest of them, rounded up
@@ -227,7 +228,7 @@ def _float(bits: Array) -> Array:
 
 
 def as_float(value: Array) -> Array:
-    """Returns codes as a type that JAX differentiates by, with the same bits; others as they are."""
+    """Returns codes, with the same bits, as a type that JAX differentiates by; others unchanged."""
     return lax.bitcast_convert_type(value, AS_FLOAT) if value.dtype == jnp.int8 else value
 
 

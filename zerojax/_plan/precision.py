@@ -23,6 +23,8 @@ from zerojax._wire.codecs import Quantized, Ways
 NARROW = jnp.dtype(jnp.bfloat16)  # the dtype of narrow moments, and of weights with corrections
 CODES = jnp.dtype(jnp.int8)
 SPLIT = "split"
+# The roles of leaves of an optimizer state.
+MASTER, CORRECTION, CODED, SCALES, WIDE = "master", "correction", "codes", "scales", "wide"
 
 
 @_refusals.knowing_dtypes
@@ -53,8 +55,8 @@ class Precision:
             that parameter (as masters and averages do). Updates compute in float32, and then round
             each number up or down at random, so that its mean is exact. The random bits are a hash
             of the number, the count of updates and the leaf's position: they are the same at every
-            stage, on any number of devices, and layer by layer. Vectors have no codes: `print(plan)`
-            says which moments stay wide.
+            stage, on any number of devices, and layer by layer. Vectors, and rows of less than 16,
+            have no codes: `print(plan)` says which moments stay wide.
 
     Example:
         >>> paper = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
@@ -307,7 +309,7 @@ def _split_weights(
 def _with_corrections(
     tx: optax.GradientTransformation, params: PyTree, inner: PyTree
 ) -> SplitState:
-    """Returns the state of `_split_weights` from that of `tx`; the parameters are not yet narrow."""
+    """Returns the state of `_split_weights` from that of `tx`, before parameters are narrow."""
 
     def code(param: PyTree, is_frozen: bool) -> PyTree:
         if is_frozen or not _is_float(param):
@@ -422,6 +424,36 @@ def _holds(opt_state: PyTree, *kinds: type) -> bool:
     # The outer kind may hide the other one.
     inside = [node.inner for node in nodes if isinstance(node, kinds)]
     return bool(found) or any(_holds(node, *kinds) for node in inside)
+
+
+def roles_of(tree: PyTree) -> list[str]:
+    """Returns, for each leaf, what it is of an optimizer state in 8 bits: one of the roles above.
+
+    It is WIDE if it is a float array beside codes, and "" if it is none of these.
+    """
+    kinds = MasterState, SplitState, CodedState
+    roles = []
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds)):
+        if not isinstance(node, kinds):
+            roles.append("")
+        elif isinstance(node, CodedState):
+            inner, treedef = jax.tree.flatten(node.inner)
+            scales = treedef.flatten_up_to(node.scales)
+            own = zip(inner, roles_of(node.inner), scales, strict=True)
+            roles += ["", *(role or _role(leaf, scale) for leaf, role, scale in own)]
+            roles += [SCALES] * len(jax.tree.leaves(node.scales))
+        else:
+            kept = [MASTER] * len(jax.tree.leaves(node[-2]))
+            if isinstance(node, SplitState):
+                kept = ["", *[CORRECTION] * len(kept)]
+            roles += [*kept, *roles_of(node.inner)]
+    return roles
+
+
+def _role(leaf: PyTree, scale: PyTree) -> str:
+    if not isinstance(scale, optax.MaskedNode):
+        return CODED
+    return WIDE if _is_float(leaf) and leaf.shape else ""
 
 
 def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
