@@ -230,7 +230,8 @@ def _made(
 
 
 def _on_device(sharding: Sharding) -> Sharding:
-    return sharding.with_memory_kind(None) if isinstance(sharding, NamedSharding) else sharding
+    is_named = isinstance(sharding, NamedSharding)
+    return NamedSharding(sharding.mesh, sharding.spec) if is_named else sharding
 
 
 def _without_last(sharding: Sharding, rank: int) -> Sharding:

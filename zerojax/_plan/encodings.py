@@ -97,6 +97,7 @@ def rounded(value: Array, salt: Array) -> Array:
 # -- masters
 
 
+@jax.jit
 def split(value: Array, salt: Salt = None) -> tuple[Array, Array]:
     """Returns the nearest bfloat16 numbers of masters, and their corrections."""
     bits = _bits(value)
@@ -112,6 +113,7 @@ def split(value: Array, salt: Salt = None) -> tuple[Array, Array]:
     return _bfloat16(((bits & jnp.uint32(SIGN)) >> 16) | high), code.astype(jnp.int8)
 
 
+@jax.jit
 def joined(weight: Array, correction: Array) -> Array:
     """Returns the masters in float32 of weights and their corrections."""
     bits = lax.bitcast_convert_type(weight, jnp.uint16).astype(jnp.uint32)
@@ -156,6 +158,7 @@ def _spread(value: Array, length: int) -> Array:
     return lax.slice_in_dim(value, 0, length, axis=-1)
 
 
+@jax.jit
 def encoded(value: Array, salt: Salt = None) -> tuple[Array, Array]:
     """Returns codes of the array's shape, and the scales of their blocks."""
     bits, length = _bits(value), value.shape[-1]
@@ -202,6 +205,7 @@ def typed_codes(value: Array) -> tuple[Array, Array]:
     return jax.sharding.reshard(codes, spec), scales
 
 
+@jax.jit
 def decoded(codes: Array, scales: Array) -> Array:
     """Returns the float32 numbers of codes and the scales of their blocks."""
     length = codes.shape[-1]

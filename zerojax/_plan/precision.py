@@ -365,7 +365,7 @@ def narrow_moments(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
     ) -> tuple[PyTree, NarrowState | CodedState]:
         old, treedef = jax.tree.flatten(state.inner)
-        holes = [optax.MaskedNode()] * len(old)
+        holes: list[Any] = [optax.MaskedNode()] * len(old)
         scales = treedef.flatten_up_to(state.scales) if kind == CODES else holes
         has_codes = [not isinstance(scale, optax.MaskedNode) for scale in scales]
         # Besides moments, arrays that are bfloat16 because the parameters are.
@@ -403,7 +403,7 @@ def _with_narrow(
     if kind != CODES:
         new = [_cast(x, NARROW) if n else x for x, n in zip(values, are_moments, strict=True)]
         return NarrowState(count, treedef.unflatten(new))
-    stacks, scales = layer_dims(params, None), [optax.MaskedNode()] * len(values)
+    stacks, scales = layer_dims(params, None), list[Any]([optax.MaskedNode()] * len(values))
     for place in itertools.compress(range(len(values)), are_moments):
         path, value = leaves[place].path, values[place]
         layers = next((n for stack, n in stacks.items() if path[-len(stack) :] == stack), 0)
@@ -487,7 +487,7 @@ def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
         )
     params = state.params
     if narrows:
-        kind = precision.moments
+        kind = precision.moments or NARROW
         opt_state, tx = _with_narrow(tx, params, opt_state, kind), narrow_moments(tx, kind)
     if casts:
         params = cast_floats(params, precision.param)

@@ -38,13 +38,8 @@ TITLES = {
 }
 
 REASON = "why not sharded"
-RARE = (
-    "padded to",
-    "kept as",
-    "memory",
-    "sent as",
-    "not in the mesh",
-)  # columns that most plans leave empty
+# Columns that most plans leave empty.
+RARE = "padded to", "kept as", "memory", "sent as", "not in the mesh"
 LEAST_ALIKE = 3  # leaves that share a row of the table
 LEAVES, DEVICES = 16, 8  # at most, in a picture
 LONGEST_PATH = 34  # unless it takes more to tell two apart
