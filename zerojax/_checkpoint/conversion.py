@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from zerojax._checkpoint import matching as _matching
 from zerojax._plan import encodings as _encodings
 from zerojax._plan.padding import Shape, padded, unpadded
-from zerojax._plan.precision import CORRECTION, MASTER, SCALES
+from zerojax._plan.roles import CORRECTION, MASTER, SCALES
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf
 from zerojax._types import PyTree
 
@@ -31,13 +31,13 @@ WRAPPERS = {
     frozenset({"count", "inner", SCALES}): SCALES,
 }
 PARTS = {PARAMS: PARAMS, "0": PARAMS, OPT_STATE: OPT_STATE, "1": OPT_STATE}
-WEIGHT, MOMENT, COUNT = "weight", "moment", "count"
+AS_WEIGHT, AS_MOMENT, UPDATES = "weight", "moment", "count"
 
 Read = Callable[[dict[str, PyTree]], dict[str, Array]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Names:
+class WrappedNames:
     """The names of a state's leaves: for a leaf of an unwrapped state, the name of each role.
 
     `wrappers` are the kinds of states that wrap the optimizer's, the outer one first.
@@ -54,7 +54,7 @@ class Names:
         }
 
 
-def names_of(names: Iterable[str]) -> Names:
+def names_of(names: Iterable[str]) -> WrappedNames:
     """Returns the roles of names, which are those of a whole state."""
     roles: dict[str, dict[str, str]] = collections.defaultdict(dict)
     inside: dict[str, str] = {}  # names within the optimizer state, without what wraps it
@@ -65,7 +65,7 @@ def names_of(names: Iterable[str]) -> Names:
             inside[name], root = rest, part
             continue
         params = part if PARTS.get(part) == PARAMS else params
-        roles[name][WEIGHT] = name
+        roles[name][AS_WEIGHT] = name
     wrappers = []
     while kind := WRAPPERS.get(frozenset(rest.partition("/")[0] for rest in inside.values())):
         wrappers.append(kind)
@@ -74,15 +74,15 @@ def names_of(names: Iterable[str]) -> Names:
             field, _, rest = rest.partition("/")
             if field == "inner":
                 inside[name] = rest
-            elif field == COUNT:
-                roles[f"{kind}/{COUNT}"][COUNT] = name
+            elif field == UPDATES:
+                roles[f"{kind}/{UPDATES}"][UPDATES] = name
             elif field == SCALES:
                 roles[f"{root}/{rest}"][SCALES] = name
             else:
                 roles[f"{params}/{rest}"][field] = name
     for name, rest in inside.items():
-        roles[f"{root}/{rest}"][MOMENT] = name
-    return Names(tuple(wrappers), roles)
+        roles[f"{root}/{rest}"][AS_MOMENT] = name
+    return WrappedNames(tuple(wrappers), roles)
 
 
 class Conversion:
@@ -112,7 +112,7 @@ class Conversion:
             for role, name in names.items():
                 dtype = _matching.stored_struct(self.like[name]).dtype
                 sources = self.sources(own)
-                if role == COUNT and not sources:
+                if role == UPDATES and not sources:
                     found[name] = jax.ShapeDtypeStruct((), dtype)
                 if not sources:
                     continue
@@ -123,7 +123,7 @@ class Conversion:
                 shape = self.saved[next(iter(sources.values()))].shape
                 shape = _encodings.scale_shape(shape) if role == SCALES else shape
                 found[name] = jax.ShapeDtypeStruct(shape, dtype)
-        counts = {name for name, (_, role) in self.theirs.all.items() if role == COUNT}
+        counts = {name for name, (_, role) in self.theirs.all.items() if role == UPDATES}
         return found | {name: self.saved[name] for name in self.saved.keys() - used - counts}
 
     def sources(self, own: str) -> dict[str, str]:
@@ -131,7 +131,7 @@ class Conversion:
         names = self.theirs.roles.get(own, {})
         if MASTER in names:
             return {MASTER: names[MASTER]}
-        order = (WEIGHT, MOMENT, CORRECTION, SCALES, COUNT)
+        order = (AS_WEIGHT, AS_MOMENT, CORRECTION, SCALES, UPDATES)
         return {role: names[role] for role in order if role in names}
 
     def is_changed(self, own: str) -> bool:
@@ -139,9 +139,9 @@ class Conversion:
         mine, theirs = self.wanted.roles[own], self.theirs.roles.get(own, {})
         if {*mine} != {*theirs}:
             return True
-        if {*mine} != {MOMENT}:
+        if {*mine} != {AS_MOMENT}:
             return False
-        dtypes = _matching.stored_struct(self.like[mine[MOMENT]]), self.saved[theirs[MOMENT]]
+        dtypes = _matching.stored_struct(self.like[mine[AS_MOMENT]]), self.saved[theirs[AS_MOMENT]]
         ours, saved = (each.dtype for each in dtypes)
         return ours != saved and all(jnp.issubdtype(x, jnp.floating) for x in (ours, saved))
 
@@ -212,7 +212,7 @@ def _made(
         role: unpadded(x, (*logical[:-1], x.shape[-1]) if role == SCALES else logical)
         for role, x in given.items()
     }
-    value = next(given[role] for role in (MASTER, WEIGHT, MOMENT, COUNT) if role in given)
+    value = next(given[role] for role in (MASTER, AS_WEIGHT, AS_MOMENT, UPDATES) if role in given)
     if CORRECTION in given:
         value = _encodings.joined(value, given[CORRECTION])
     elif SCALES in given:
@@ -223,7 +223,7 @@ def _made(
             return _encodings.split(value)[1]
         if role == SCALES:
             return _encodings.encoded(value)[1]
-        codes = role == MOMENT and dtype == jnp.int8 and value.dtype != jnp.int8
+        codes = role == AS_MOMENT and dtype == jnp.int8 and value.dtype != jnp.int8
         return _encodings.encoded(value)[0] if codes else value.astype(dtype)
 
     return [part(*each) for each in wanted]

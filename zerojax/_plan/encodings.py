@@ -1,9 +1,9 @@
 """How an optimizer's numbers rest in fewer bits: masters in 24, moments in 16 or 8.
 
-Gains: AdamW with masters takes 5 bytes a parameter between steps, and a 32nd for scales, not 14: 2
+Gains: AdamW with masters takes 5 bytes a parameter between steps, and a 16th for scales, not 14: 2
 of the weight, 1 of its correction, 1 of each moment; with a bfloat16 gradient 7, not 16. Offloaded
-state sends 3 bytes each way, not 12. Costs 190 lines here, 150 in `precision.py` and 170 in
-`_checkpoint/`, and noise, which the notes bound.
+state sends 3 bytes each way, not 12. Costs 190 lines here, 160 in `precision.py` and 190 in
+`_checkpoint/conversion.py`, and noise, which the notes bound.
 
 [Note: random rounding]
 A running mean with a decay of 0.999 moves by a thousandth of its distance, and neighbours in
@@ -51,7 +51,7 @@ SIGN, INFINITE, FINITE = 0x80000000, 0x7F800000, 0x7F7FFFFF  # the bits of float
 STEP = 258  # the float32 numbers between two corrections
 DROPPED = 20  # the bits of mantissa that codes do not have
 SIGNED, UNSIGNED = 127, 254  # the largest codes
-BLOCK, LEAST = 64, 16  # the length of blocks at most, and of those that are worth a scale
+NEIGHBOURS, FEWEST = 64, 16  # the length of blocks at most, and of those that are worth a scale
 AS_FLOAT = jnp.float8_e4m3b11fnuz
 
 Salt = Array | None  # None: round to the nearest
@@ -137,7 +137,7 @@ def _signed(bits: Array) -> Array:
 
 def blocks_of(length: int) -> tuple[int, int]:
     """Returns how many blocks a dimension has, and how long they are; the last may be shorter."""
-    count = -(-length // BLOCK)
+    count = -(-length // NEIGHBOURS)
     return count, -(-length // count)
 
 
@@ -247,4 +247,4 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_worth_codes(shape: tuple[int, ...], layers: int) -> bool:
     """Whether an array is a matrix, or a stack of them, with rows long enough for scales."""
-    return len(shape) - layers >= 2 and shape[-1] >= LEAST and math.prod(shape) > 0
+    return len(shape) - layers >= 2 and shape[-1] >= FEWEST and math.prod(shape) > 0

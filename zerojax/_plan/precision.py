@@ -23,8 +23,6 @@ from zerojax._wire.codecs import Quantized, Ways
 NARROW = jnp.dtype(jnp.bfloat16)  # the dtype of narrow moments, and of weights with corrections
 CODES = jnp.dtype(jnp.int8)
 SPLIT = "split"
-# The roles of leaves of an optimizer state.
-MASTER, CORRECTION, CODED, SCALES, WIDE = "master", "correction", "codes", "scales", "wide"
 
 
 @_refusals.knowing_dtypes
@@ -170,10 +168,10 @@ def cast_floats(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
     """Casts the floating leaves of `tree`, arrays or shapes."""
     if dtype is None:
         return tree
-    return jax.tree.map(lambda leaf: _cast(leaf, dtype) if _is_float(leaf) else leaf, tree)
+    return jax.tree.map(lambda leaf: _cast(leaf, dtype) if is_float(leaf) else leaf, tree)
 
 
-def _is_float(leaf: PyTree) -> bool:
+def is_float(leaf: PyTree) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", int), jnp.floating)
 
 
@@ -312,7 +310,7 @@ def _with_corrections(
     """Returns the state of `_split_weights` from that of `tx`, before parameters are narrow."""
 
     def code(param: PyTree, is_frozen: bool) -> PyTree:
-        if is_frozen or not _is_float(param):
+        if is_frozen or not is_float(param):
             return optax.MaskedNode()
         if isinstance(param, jax.ShapeDtypeStruct):
             return param.update(dtype=CODES)
@@ -390,7 +388,7 @@ def narrow_moments(
 
 
 def _widened(value: Array) -> Array:
-    return value.astype(wide(value.dtype)) if _is_float(value) else value
+    return value.astype(wide(value.dtype)) if is_float(value) else value
 
 
 def _with_narrow(
@@ -424,36 +422,6 @@ def _holds(opt_state: PyTree, *kinds: type) -> bool:
     # The outer kind may hide the other one.
     inside = [node.inner for node in nodes if isinstance(node, kinds)]
     return bool(found) or any(_holds(node, *kinds) for node in inside)
-
-
-def roles_of(tree: PyTree) -> list[str]:
-    """Returns, for each leaf, what it is of an optimizer state in 8 bits: one of the roles above.
-
-    It is WIDE if it is a float array beside codes, and "" if it is none of these.
-    """
-    kinds = MasterState, SplitState, CodedState
-    roles = []
-    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds)):
-        if not isinstance(node, kinds):
-            roles.append("")
-        elif isinstance(node, CodedState):
-            inner, treedef = jax.tree.flatten(node.inner)
-            scales = treedef.flatten_up_to(node.scales)
-            own = zip(inner, roles_of(node.inner), scales, strict=True)
-            roles += ["", *(role or _role(leaf, scale) for leaf, role, scale in own)]
-            roles += [SCALES] * len(jax.tree.leaves(node.scales))
-        else:
-            kept = [MASTER] * len(jax.tree.leaves(node[-2]))
-            if isinstance(node, SplitState):
-                kept = ["", *[CORRECTION] * len(kept)]
-            roles += [*kept, *roles_of(node.inner)]
-    return roles
-
-
-def _role(leaf: PyTree, scale: PyTree) -> str:
-    if not isinstance(scale, optax.MaskedNode):
-        return CODED
-    return WIDE if _is_float(leaf) and leaf.shape else ""
 
 
 def stored_with(state: PyTree, precision: Precision | None) -> PyTree:

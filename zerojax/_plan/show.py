@@ -10,9 +10,9 @@ import jax
 from zerojax import _figures
 from zerojax._figures import Figure, PlotAxes
 from zerojax._kernel.places import KINDS, Groups, LeafPlan
-from zerojax._plan.encodings import LEAST
+from zerojax._plan.encodings import FEWEST
 from zerojax._plan.layout import Layout
-from zerojax._plan.precision import CODED, CORRECTION, SCALES, WIDE, roles_of
+from zerojax._plan.roles import CODED, CORRECTION, SCALES, WIDE, roles_of
 from zerojax._state.hints import NUMBER
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
 from zerojax._table import Cell, Table, human_bytes, told_apart
@@ -256,7 +256,7 @@ def _kept_as(leaf: LeafPlan, role: str) -> str:
         return "scales of codes" if role == SCALES else ""
     if len(leaf.shape) - leaf.stacked < 2:
         return "wide: a vector"
-    return "wide: short rows" if leaf.shape[-1] < LEAST else "wide: no moment"
+    return "wide: short rows" if leaf.shape[-1] < FEWEST else "wide: no moment"
 
 
 def _memory(plan: Layout, leaf: LeafPlan) -> str:

@@ -26,7 +26,8 @@ from zerojax._loss.trace import trace_loss
 from zerojax._plan.optimizer import apply_gradients
 from zerojax._plan.padding import on_host
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import CODED, CORRECTION, SCALES, cast_floats, roles_of
+from zerojax._plan.precision import cast_floats
+from zerojax._plan.roles import CODED, CORRECTION, SCALES, roles_of
 from zerojax._state import state as _state
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._step.step_options import precision_of
