@@ -418,10 +418,7 @@ def _with_narrow(
 def _holds(opt_state: PyTree, *kinds: type) -> bool:
     """Whether a state has nodes of one of these kinds."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
-    found = {type(node) for node in nodes if isinstance(node, kinds)}
-    # The outer kind may hide the other one.
-    inside = [node.inner for node in nodes if isinstance(node, kinds)]
-    return bool(found) or any(_holds(node, *kinds) for node in inside)
+    return any(isinstance(node, kinds) for node in nodes)
 
 
 def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
