@@ -1,4 +1,4 @@
-"""Compares loss curves of a small GPT with quantized wires and with exact ones.
+"""Compares loss curves of a small GPT with quantized wires or state and with exact ones.
 
 python benchmarks/curves.py           # prints the rows, a minute or two each
 python benchmarks/curves.py --json    # stores them too
@@ -32,6 +32,9 @@ SETTINGS = {
     "reduce int4": {"reduce": "int4"},
     "gather int8, reduce int8": {"gather": "int8", "reduce": "int8"},
     "gather int8, reduce int4": {"gather": "int8", "reduce": "int4"},
+    "master float32": {"param": "bfloat16", "master": "float32"},
+    "master split": {"param": "bfloat16", "master": "split"},
+    "master split, moments int8": {"param": "bfloat16", "master": "split", "moments": "int8"},
 }
 NAMED = {f"{name}, seed {seed}": (name, seed) for name, seed in itertools.product(SETTINGS, SEEDS)}
 

@@ -16,11 +16,11 @@ NARROW, COUNT = np.zeros((8, 4), jnp.bfloat16), np.arange(3, dtype=np.int32)
 MANY = {name: B for name in "abcdefg"}
 NONE = np.zeros((0, 3), np.float32)
 OTHER = "Most leaves differ, as if another model was saved: give this run its.*import_safetensors"
-ADAM = {"params": {"w": ONES}, "opt_state": optax.adam(1e-3).init({"w": ONES})}
-INSIDE = {
-    **ADAM,
-    "opt_state": zerojax.manual.master_weights(optax.adam(1e-3), "float32").init({"w": ONES}),
-}
+PARAMS, CHAIN_OF = {"w": ONES}, lambda tx: optax.chain(tx, optax.scale(2.0)).init({"w": ONES})
+CHAIN = {"params": PARAMS, "opt_state": CHAIN_OF(optax.adam(1e-3))}
+# Masters that are not those of a Precision, which wraps all of the optimizer.
+MASTERS = zerojax.manual.master_weights(optax.adam(1e-3), "float32")
+INSIDE = {"params": PARAMS, "opt_state": CHAIN_OF(MASTERS)}
 
 # What is saved, what like= is, its options, and what is said.
 REFUSED = [
@@ -32,8 +32,13 @@ REFUSED = [
     ({"n": COUNT}, {"n": np.zeros(3)}, {"cast": True}, "n: int32 saved, float32 wanted"),
     ({"w": ONES, "n": B}, {"w": ONES, "n": NONE}, {}, r"n: \[4\] saved, \[0, 3\] wanted"),
     ({"w": ONES, "b": B}, {"v": ONES, "u": B}, {}, OTHER),
-    (ADAM, INSIDE, {}, r"or it was saved without Precision\(master=\) or Precision\(moments=\)"),
-    (INSIDE, ADAM, {}, r"or it was saved with Precision\(master=\) or .*place like= with the same"),
+    (CHAIN, INSIDE, {}, r"or it was saved without Precision\(master=\) or Precision\(moments=\)"),
+    (
+        INSIDE,
+        CHAIN,
+        {},
+        r"or it was saved with Precision\(master=\) or .*place like= with the same",
+    ),
 ]
 
 

@@ -172,14 +172,14 @@ NO_OPTIMIZER = (
 )
 NO_PRECISION = r"precision must be a zerojax.Precision, got 'bfloat16'. Pass for example"
 AT_REST = r"how the state is stored.*placed without it. Place it with.*precision=\.\.\."
-ONLY = r"moments can be stored only in bfloat16.*Pass 'bfloat16', or leave moments= out"
+ONLY = r"moments can be stored only in bfloat16.*Pass 'bfloat16' or 'int8', or leave moments= out"
 
 
 @pytest.mark.parametrize(
     ("call", "remedy"),
     [
         (precision(compute="int8"), r"compute='int8'\): not a float dtype. Use one such as"),
-        (precision(moments="int8"), r"moments='int8'\): not a float dtype. Use one such as"),
+        (precision(moments="int4"), r"moments='int4'\): not a float dtype. Use one such as"),
         (precision(reduce="half-ish"), r"'half-ish'\) is neither a float dtype nor a quant"),
         (precision(master="float32"), r"Pass param=\.\.\. as well"),
         (

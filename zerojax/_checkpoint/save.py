@@ -23,6 +23,7 @@ from zerojax._checkpoint import (
     files as _files,
     matching as _matching,
 )
+from zerojax._checkpoint.conversion import Conversion
 from zerojax._checkpoint.extras import Extras, Json
 from zerojax._plan.padding import Shape, padded_shapes
 from zerojax._plan.plan import Plan, check_plan
@@ -158,9 +159,12 @@ def restore(
             zeros = jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)
             values[leaf.name] = _matching.laundered(zeros, leaf.value)
     leaves = [leaf for leaf in leaves if leaf.name not in values]
+    conversion = Conversion(leaves, saved, shapes)
+    saved = conversion.as_wanted() if conversion.is_needed else saved
     wanted = _matching.match(leaves, saved, directory, shapes, **options)
     handler = Handler(restore_concurrent_gb=_concurrent_gb(like))
-    values |= _matching.read(handler, directory, tree, wanted)
+    read = functools.partial(_matching.read, handler, directory, tree)
+    values |= conversion.read(wanted, read) if conversion.is_needed else read(wanted)
     return _matching.filled(like, values)
 
 

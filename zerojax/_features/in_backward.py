@@ -21,8 +21,9 @@ from zerojax._features import host_state as _host_state
 from zerojax._kernel.arrays import Layer, Unchanged, sliced, written
 from zerojax._kernel.places import LeafPlan, by_layer
 from zerojax._kernel.travel import Held
+from zerojax._plan.encodings import as_float, as_stored
 from zerojax._plan.plan import Plan
-from zerojax._state.state import PARAMS
+from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._types import PyTree
 from zerojax._update import rules as _rules
 from zerojax._update.rules import SAME, Flat, Label
@@ -171,14 +172,16 @@ class InBackward:
             return "the update closes over a traced array"
         stacks = (param, *(i for i in part.inputs if i != param))
         results = [part.inputs.index(i) for i in stacks]
+        dtypes = [self.leaves[i].dtype for i in stacks]
 
         def apply(grad_of: Array, layers: Sequence[Array], read: Sequence[Array]) -> list[Array]:
             inputs: list[Any] = [None] * len(program.invars)
+            layers = [as_stored(*pair) for pair in zip(layers, dtypes, strict=True)]
             pairs = zip((grad, *stacks, *given), (grad_of, *layers, *read), strict=True)
             for at, value in pairs:
                 inputs[at] = value
             new = program(inputs)
-            return [new[k] for k in results]
+            return [as_float(new[k]) for k in results]
 
         own, others = (tuple(i - self.first for i in places) for places in (stacks, given))
         return LayerUpdate(own, others, apply)
@@ -231,6 +234,8 @@ def _why_not(leaf: LeafPlan) -> str:
     whole = leaf.kind == PARAMS and leaf.rest.dim is None
     if not whole and leaf.rest.on_device != leaf.update:
         return "it rests elsewhere than it is updated"
+    if leaf.dtype == jnp.int8 and leaf.kind == OPT_STATE:  # codes, which `encodings.py` may view
+        return "it has codes in host memory" if leaf.is_on_host else ""
     return "" if jnp.issubdtype(leaf.dtype, jnp.floating) else f"it is {leaf.dtype}"
 
 

@@ -1,38 +1,30 @@
-"""The dtypes of a step: for storage, compute, communication and the optimizer's state.
-
-[Note: rounding moments]
-A running mean with a decay of 0.999 moves by a thousandth of its distance, and neighbours in
-bfloat16 are up to 1/128 apart: rounded to the nearest, it would stand still. So a number between
-two neighbours becomes the upper one with the probability of its distance from the lower one, and
-its mean over many steps is right.
-
-The random bits are a hash of the number and of a salt, which is a scalar. We draw no bits for an
-array's shape: those of an element would change with the sharding, and with updating layers one at a
-time, and `_update/rules.py` could not prove such updates.
-"""
+"""The dtypes of a step: for storage, compute, communication and the optimizer's state."""
 
 import dataclasses
 import functools
 import itertools
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
 from zerojax._kernel.device import wide
-from zerojax._plan import optimizer as _optimizer
+from zerojax._plan import encodings as _encodings, optimizer as _optimizer
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
+from zerojax._state.hints import layer_dims
 from zerojax._state.packed import is_packed
+from zerojax._state.state import leaves_with_paths
 from zerojax._types import PyTree
 from zerojax._wire import codecs as _codecs
 from zerojax._wire.codecs import Quantized, Ways
 
-NARROW = jnp.dtype(jnp.bfloat16)  # the dtype of narrow moments
-_SIGN, _INFINITE, _FINITE = 0x80000000, 0x7F800000, 0x7F7FFFFF  # the bits of float32
+NARROW = jnp.dtype(jnp.bfloat16)  # the dtype of narrow moments, and of weights with corrections
+CODES = jnp.dtype(jnp.int8)
+SPLIT = "split"
 
 
 @_refusals.knowing_dtypes
@@ -55,13 +47,16 @@ class Precision:
         param: the dtype in which parameters are stored, from the moment the state is placed.
         master: the dtype of the copies that the optimizer updates and keeps in its (sharded) state;
             with `param="bfloat16", master="float32"` and Adam those are the ZeRO paper's
-            2 + 2 + 12 bytes a parameter.
-        moments: the dtype of the optimizer's moments between steps, "bfloat16", which halves their
-            bytes. Moments are the float arrays of its state that have a parameter's path and shape
-            and do not start as that parameter (as masters and averages do). Updates compute in
-            float32, and then round each number up or down at random, so that its mean is exact. The
-            random bits are a hash of the number, the count of updates and the leaf's position:
-            they are the same at every stage, on any number of devices, and layer by layer.
+            2 + 2 + 12 bytes a parameter. With "split" a master is the bfloat16 weight and a
+            correction of 8 bits, together precise to 1 in 32,000; rounded like moments.
+        moments: the dtype of the optimizer's moments between steps: "bfloat16", or "int8" with a
+            scale for each 64 neighbours, neighbouring codes 1/15 to 1/8 apart. Moments are the
+            float arrays of its state that have a parameter's path and shape and do not start as
+            that parameter (as masters and averages do). Updates compute in float32, and then round
+            each number up or down at random, so that its mean is exact. The random bits are a hash
+            of the number, the count of updates and the leaf's position: they are the same at every
+            stage, on any number of devices, and layer by layer. Vectors, and rows of less than 16,
+            have no codes: `print(plan)` says which moments stay wide.
 
     Example:
         >>> paper = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
@@ -83,7 +78,11 @@ class Precision:
         for name in ("gather", "reduce"):
             object.__setattr__(self, name, _codecs.ways_for(getattr(self, name), name))
         for name in ("compute", "param", "master", "moments"):
-            if (value := getattr(self, name)) is None:
+            value = getattr(self, name)
+            if value is None or (name == "master" and _is_split(value)):
+                continue
+            if name == "moments" and _is_codes(value):
+                object.__setattr__(self, name, CODES)
                 continue
             if (dtype := _codecs.float_dtype(value)) is None:
                 raise ValueError(
@@ -102,11 +101,16 @@ class Precision:
                 "Precision(master=...) keeps copies of parameters that are stored in a narrower "
                 "dtype. Pass param=... as well, for example param='bfloat16'."
             )
-        if self.moments not in (None, NARROW):
+        if _is_split(self.master) and self.param != NARROW:
+            raise ValueError(
+                f"Precision(param={str(self.param)!r}, master='split'): corrections of 8 bits are "
+                "for weights in bfloat16. Pass param='bfloat16', or master='float32'."
+            )
+        if self.moments not in (None, NARROW, CODES):
             raise ValueError(
                 f"moments={str(self.moments)!r}: moments can be stored only in bfloat16, which has "
-                "the range of float32 (second moments exceed that of float16). Pass 'bfloat16', or "
-                "leave moments= out."
+                "the range of float32 (second moments exceed that of float16), and in int8. Pass "
+                "'bfloat16' or 'int8', or leave moments= out."
             )
 
     def __repr__(self) -> str:
@@ -118,7 +122,9 @@ class Precision:
                 return f"{{{', '.join(each)}}}"
             if isinstance(way, Quantized):
                 return f'"{way.dtype}"' if way == Quantized(way.dtype) else f"zerojax.{way}"
-            return "None" if way is None else f'"{jnp.dtype(way).name}"'  # type: ignore
+            if way is None or _is_split(way):
+                return "None" if way is None else f'"{SPLIT}"'
+            return f'"{jnp.dtype(way).name}"'  # type: ignore
 
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         named = (f"{name}={shown(way)}" for name, way in fields.items() if way is not None)
@@ -130,9 +136,25 @@ class Precision:
         return "float32" if isinstance(self.reduce, Quantized) else self.reduce
 
     @property
+    def master_dtype(self) -> DTypeLike | None:
+        """The dtype in which an update sees masters."""
+        return "float32" if _is_split(self.master) else self.master
+
+    @property
     def stores(self) -> bool:
         """Whether placing a state changes the dtypes that it is stored in."""
         return self.param is not None or self.moments is not None
+
+
+def _is_split(dtype: object) -> bool:
+    return isinstance(dtype, str) and dtype == SPLIT
+
+
+def _is_codes(dtype: Any) -> bool:
+    try:
+        return jnp.dtype(dtype) == CODES
+    except TypeError:
+        return False
 
 
 def check_precision(precision: object) -> object:
@@ -148,7 +170,7 @@ def cast_floats(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
     """Casts the floating leaves of `tree`, arrays or shapes."""
     if dtype is None:
         return tree
-    return jax.tree.map(lambda leaf: _cast(leaf, dtype) if _is_float(leaf) else leaf, tree)
+    return jax.tree.map(lambda leaf: _cast(leaf, dtype) if is_float(leaf) else leaf, tree)
 
 
 def seen_in(tree: PyTree, compute: DTypeLike | None, stored: DTypeLike | None) -> PyTree:
@@ -164,7 +186,7 @@ def _decoded_in(node: PyTree, dtype: DTypeLike) -> PyTree:
     return node.astype(dtype) if is_packed(node) else node
 
 
-def _is_float(leaf: PyTree) -> bool:
+def is_float(leaf: PyTree) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", int), jnp.floating)
 
 
@@ -186,7 +208,8 @@ def master_weights(
     """Runs `tx` on copies of the parameters in `dtype` (None: their own), kept in its state.
 
     The parameters themselves may be stored in a narrower dtype: each update sets them to the
-    rounded copies. Works with any optax optimizer, with or without zerojax.
+    rounded copies. With "split" they are stored in bfloat16, and the state keeps corrections of 8
+    bits in place of copies. Works with any optax optimizer, with or without zerojax.
 
     Example:
         >>> tx = zerojax.manual.master_weights(optax.adamw(1e-3))
@@ -195,8 +218,10 @@ def master_weights(
         float32
     """
     _refusals.check_tx(tx)
-    Precision(param=dtype)  # raises if it is not a float dtype
     tx = optax.with_extra_args_support(tx)
+    if _is_split(dtype):
+        return _split_weights(tx)
+    Precision(param=dtype)  # raises if it is not a float dtype
 
     def init(params: PyTree) -> MasterState:
         return _with_masters(tx, params, tx.init(cast_floats(params, dtype)), dtype)
@@ -232,12 +257,82 @@ def _with_masters(
     tx: optax.GradientTransformation, params: PyTree, inner: PyTree, dtype: DTypeLike | None
 ) -> MasterState:
     """Returns the state of `master_weights` from that of `tx`, copying only what `tx` updates."""
-    masters = cast_floats(params, dtype)
+    masters, hole = cast_floats(params, dtype), optax.MaskedNode()
+    frozen = _frozen(tx, masters, inner)
+    return MasterState(jax.tree.map(lambda m, f: hole if f else m, masters, frozen), inner)
+
+
+def _frozen(tx: optax.GradientTransformation, masters: PyTree, inner: PyTree) -> PyTree:
     update = _optimizer.update_of((masters, inner), tx)
     are_frozen = _optimizer.frozen_params((masters, inner), update)
-    frozen = jax.tree.structure(params).unflatten(are_frozen)
-    hole = optax.MaskedNode()
-    return MasterState(jax.tree.map(lambda m, f: hole if f else m, masters, frozen), inner)
+    return jax.tree.structure(masters).unflatten(are_frozen)
+
+
+class SplitState(NamedTuple):
+    """The state of `master_weights(tx, "split")`; `count` is the number of updates.
+
+    Parameters that `inner` does not update, and those that are not floats, have no correction.
+    """
+
+    count: Array
+    correction: PyTree
+    inner: PyTree
+
+
+def _split_weights(
+    tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Runs `tx` on masters that are bfloat16 parameters with corrections."""
+
+    def init(params: PyTree) -> SplitState:
+        return _with_corrections(tx, params, tx.init(cast_floats(params, jnp.float32)))
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
+    ) -> tuple[PyTree, SplitState]:
+        if params is None:
+            raise ValueError("master_weights needs params: call update(grads, state, params).")
+        weights, treedef = jax.tree.flatten(params)
+        codes = treedef.flatten_up_to(state.correction)
+        has_code = [not isinstance(code, optax.MaskedNode) for code in codes]
+        if odd := {x.dtype.name for x in itertools.compress(weights, has_code)} - {NARROW.name}:
+            raise ValueError(
+                f"master_weights(tx, 'split') has corrections of bfloat16 weights, and parameters "
+                f"are {', '.join(odd)}. Pass them in bfloat16."
+            )
+        masters = [
+            _encodings.joined(weight, code) if has else weight
+            for weight, code, has in zip(weights, codes, has_code, strict=True)
+        ]
+        grads, masters = cast_floats(updates, jnp.float32), treedef.unflatten(masters)
+        updates, inner = tx.update(grads, state.inner, masters, **extra)
+        steps = treedef.flatten_up_to(updates)
+        new = treedef.flatten_up_to(optax.apply_updates(masters, updates))
+        for place in itertools.compress(range(len(new)), has_code):
+            salt = _encodings.salt(state.count, place)
+            weight, codes[place] = _encodings.split(new[place], salt)
+            # Between two numbers of bfloat16, so that adding it gives the new one exactly.
+            steps[place] = weight.astype(jnp.float32) - weights[place].astype(jnp.float32)
+        state = SplitState(state.count + 1, treedef.unflatten(codes), inner)
+        return treedef.unflatten(steps), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_corrections(
+    tx: optax.GradientTransformation, params: PyTree, inner: PyTree
+) -> SplitState:
+    """Returns the state of `_split_weights` from that of `tx`, before parameters are narrow."""
+
+    def code(param: PyTree, is_frozen: bool) -> PyTree:
+        if is_frozen or not is_float(param):
+            return optax.MaskedNode()
+        if isinstance(param, jax.ShapeDtypeStruct):
+            return param.update(dtype=CODES)
+        return _encodings.split(param)[1]
+
+    frozen = _frozen(tx, cast_floats(params, jnp.float32), inner)
+    return SplitState(jnp.zeros((), jnp.int32), jax.tree.map(code, params, frozen), inner)
 
 
 class NarrowState(NamedTuple):
@@ -247,13 +342,26 @@ class NarrowState(NamedTuple):
     inner: PyTree
 
 
-def narrow_moments(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Runs `tx` in float32, and keeps its moments in bfloat16 between updates.
+class CodedState(NamedTuple):
+    """The state of `narrow_moments(tx, "int8")`; `count` is the number of updates.
+
+    Where `inner` has codes, `scales` has their scales.
+    """
+
+    count: Array
+    inner: PyTree
+    scales: PyTree
+
+
+def narrow_moments(
+    tx: optax.GradientTransformation, dtype: DTypeLike = "bfloat16"
+) -> optax.GradientTransformationExtraArgs:
+    """Runs `tx` in float32, and keeps its moments in bfloat16 or int8 between updates.
 
     `zerojax.Precision(moments=)` says which arrays those are and how they are rounded, so that
-    running means still move by steps too small for bfloat16. Numbers that bfloat16 represents
-    exactly, infinities and NaN do not change. Works with any optax optimizer, with or without
-    zerojax; masters go outside: `master_weights(narrow_moments(tx))`.
+    running means still move by steps too small for `dtype`. Numbers that it represents exactly,
+    infinities and NaN do not change. Works with any optax optimizer, with or without zerojax;
+    masters go outside: `master_weights(narrow_moments(tx))`.
 
     Example:
         >>> tx = zerojax.manual.narrow_moments(optax.adamw(1e-3))
@@ -261,70 +369,71 @@ def narrow_moments(tx: optax.GradientTransformation) -> optax.GradientTransforma
         bfloat16
     """
     _refusals.check_tx(tx)
-    tx = optax.with_extra_args_support(tx)
+    tx, kind = optax.with_extra_args_support(tx), Precision(moments=dtype).moments or NARROW
 
-    def init(params: PyTree) -> NarrowState:
-        return _with_narrow(tx, params, tx.init(params))
+    def init(params: PyTree) -> NarrowState | CodedState:
+        return _with_narrow(tx, params, tx.init(params), kind)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
-    ) -> tuple[PyTree, NarrowState]:
+    ) -> tuple[PyTree, NarrowState | CodedState]:
         old, treedef = jax.tree.flatten(state.inner)
+        holes: list[Any] = [optax.MaskedNode()] * len(old)
+        scales = treedef.flatten_up_to(state.scales) if kind == CODES else holes
+        has_codes = [not isinstance(scale, optax.MaskedNode) for scale in scales]
         # Besides moments, arrays that are bfloat16 because the parameters are.
         is_narrow = [x.ndim > 0 and x.dtype == NARROW for x in old]
         inner = [_widened(x) if is_one else x for x, is_one in zip(old, is_narrow, strict=True)]
+        for place in itertools.compress(range(len(old)), has_codes):
+            inner[place] = _encodings.decoded(old[place], scales[place])
         grads = jax.tree.map(_widened, updates)
         updates, inner = tx.update(grads, treedef.unflatten(inner), params, **extra)
-        new = treedef.flatten_up_to(inner)
-        for place in itertools.compress(range(len(new)), is_narrow):
-            new[place] = _rounded(new[place], _salt(state.count, place))
-        return updates, NarrowState(state.count + 1, treedef.unflatten(new))
+        new, count = treedef.flatten_up_to(inner), state.count + 1
+        for place, (is_one, codes) in enumerate(zip(is_narrow, has_codes, strict=True)):
+            salt = _encodings.salt(state.count, place)
+            if codes:
+                new[place], scales[place] = _encodings.encoded(new[place], salt)
+            elif is_one:
+                new[place] = _encodings.rounded(new[place], salt)
+        if kind == CODES:
+            return updates, CodedState(count, treedef.unflatten(new), treedef.unflatten(scales))
+        return updates, NarrowState(count, treedef.unflatten(new))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _widened(value: Array) -> Array:
-    return value.astype(wide(value.dtype)) if _is_float(value) else value
+    return value.astype(wide(value.dtype)) if is_float(value) else value
 
 
-def _with_narrow(tx: optax.GradientTransformation, params: PyTree, inner: PyTree) -> NarrowState:
+def _with_narrow(
+    tx: optax.GradientTransformation, params: PyTree, inner: PyTree, kind: DTypeLike
+) -> NarrowState | CodedState:
     """Returns the state of `narrow_moments` from that of `tx`."""
-    are_moments = jax.tree.structure(inner).unflatten(_optimizer.moments(tx, params, inner))
-    narrow = jax.tree.map(lambda x, narrows: _cast(x, NARROW) if narrows else x, inner, are_moments)
-    return NarrowState(jnp.zeros((), jnp.int32), narrow)
+    leaves, treedef = leaves_with_paths(inner), jax.tree.structure(inner)
+    values, are_moments = [leaf.value for leaf in leaves], _optimizer.moments(tx, params, inner)
+    count = jnp.zeros((), jnp.int32)
+    if kind != CODES:
+        new = [_cast(x, NARROW) if n else x for x, n in zip(values, are_moments, strict=True)]
+        return NarrowState(count, treedef.unflatten(new))
+    stacks, scales = layer_dims(params, None), list[Any]([optax.MaskedNode()] * len(values))
+    for place in itertools.compress(range(len(values)), are_moments):
+        path, value = leaves[place].path, values[place]
+        layers = next((n for stack, n in stacks.items() if path[-len(stack) :] == stack), 0)
+        if not _encodings.is_worth_codes(tuple(value.shape), layers):
+            continue
+        if isinstance(value, jax.ShapeDtypeStruct):
+            scale = jax.ShapeDtypeStruct(_encodings.scale_shape(value.shape), NARROW)
+            values[place], scales[place] = value.update(dtype=CODES), scale
+        else:
+            values[place], scales[place] = _encodings.typed_codes(value)
+    return CodedState(count, treedef.unflatten(values), treedef.unflatten(scales))
 
 
-def _salt(count: Array, place: int) -> Array:
-    """Returns a number that differs from step to step and from leaf to leaf."""
-    return _hash(_hash(count.astype(jnp.uint32)) + jnp.uint32(place))
-
-
-def _rounded(value: Array, salt: Array) -> Array:
-    """Rounds to one of the two neighbours in bfloat16, as the note above says.
-
-    Numbers that bfloat16 represents, infinities and NaN do not change. Finite numbers stay finite.
-    """
-    bits = lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
-    size = bits & ~jnp.uint32(_SIGN)
-    # The bits that bfloat16 drops are the distance from the lower neighbour. As many random bits,
-    # added to them, carry into the bits that it keeps with the probability of that distance.
-    up = jnp.minimum(size + (_hash(bits ^ salt) >> 16), _FINITE)
-    # Without the dropped bits, a NaN may become an infinity.
-    other = jnp.where(size > _INFINITE, size | 0x400000, size)
-    bits = (bits & jnp.uint32(_SIGN)) | jnp.where(size < _INFINITE, up, other)
-    return lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-
-
-def _hash(bits: Array) -> Array:
-    """Returns bits each of which depends on all bits of the argument (lowbias32)."""
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
-    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
-    return bits ^ (bits >> 16)
-
-
-def _holds(opt_state: PyTree, kind: type) -> bool:
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
-    return any(isinstance(node, kind) for node in nodes)
+def _holds(opt_state: PyTree, *kinds: type) -> bool:
+    """Whether a state has nodes of one of these kinds."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
+    return any(isinstance(node, kinds) for node in nodes)
 
 
 def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
@@ -335,8 +444,17 @@ def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
     if precision is None or not precision.stores:
         return state
     opt_state = _state.get_opt_state(state)
-    casts = precision.param is not None and not _holds(opt_state, MasterState)
-    narrows = precision.moments is not None and not _holds(opt_state, NarrowState)
+    is_split, is_coded = _is_split(precision.master), precision.moments == CODES
+    masters, moments = (MasterState, SplitState)[is_split], (NarrowState, CodedState)[is_coded]
+    casts = precision.param is not None and not _holds(opt_state, MasterState, SplitState)
+    narrows = precision.moments is not None and not _holds(opt_state, NarrowState, CodedState)
+    others = [precision.master is not None and not casts and not _holds(opt_state, masters)]
+    others += [precision.moments is not None and not narrows and not _holds(opt_state, moments)]
+    if any(others):
+        raise ValueError(
+            f"{precision} says that the optimizer state is kept in another way than it is. Save "
+            "the state, and restore it with like=zerojax.plan(make_state, precision=)."
+        )
     if not casts and not narrows:
         return state
     tx = _state.get_tx(_carried.without_plan(state))
@@ -349,12 +467,16 @@ def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
         )
     params = state.params
     if narrows:
-        opt_state, tx = _with_narrow(tx, params, opt_state), narrow_moments(tx)
+        kind = precision.moments or NARROW
+        opt_state, tx = _with_narrow(tx, params, opt_state, kind), narrow_moments(tx, kind)
     if casts:
         params = cast_floats(params, precision.param)
         if precision.master is None:
             wanted = jax.eval_shape(tx.init, params)
             opt_state = jax.tree.map(lambda x, w: _cast(x, w.dtype), opt_state, wanted)
+        elif is_split:
+            opt_state = _with_corrections(tx, state.params, opt_state)
+            tx = master_weights(tx, SPLIT)
         else:  # copies of the parameters before they were rounded
             opt_state = _with_masters(tx, state.params, opt_state, precision.master)
             tx = master_weights(tx, precision.master)

@@ -5,10 +5,14 @@ import itertools
 import re
 from typing import Any
 
+import jax
+
 from zerojax import _figures
 from zerojax._figures import Figure, PlotAxes
 from zerojax._kernel.places import KINDS, Groups, LeafPlan
+from zerojax._plan.encodings import FEWEST
 from zerojax._plan.layout import Layout
+from zerojax._plan.roles import CODED, CORRECTION, SCALES, WIDE, roles_of
 from zerojax._state.hints import NUMBER
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
 from zerojax._table import Cell, Table, human_bytes, told_apart
@@ -34,7 +38,8 @@ TITLES = {
 }
 
 REASON = "why not sharded"
-RARE = "padded to", "memory", "sent as", "not in the mesh"  # columns that most plans leave empty
+# Columns that most plans leave empty.
+RARE = "padded to", "kept as", "memory", "sent as", "not in the mesh"
 LEAST_ALIKE = 3  # leaves that share a row of the table
 LEAVES, DEVICES = 16, 8  # at most, in a picture
 LONGEST_PATH = 34  # unless it takes more to tell two apart
@@ -168,7 +173,9 @@ def groups_text(groups: Groups) -> str:
 
 def plan_table(plan: Layout) -> Table:
     """Makes a row for each leaf, or for the leaves of several layers that are planned alike."""
-    rows = [_cells(plan, leaf) for leaf in plan.leaves]
+    state = plan.treedef.unflatten(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in plan.leaves)
+    pairs = zip(plan.leaves, roles_of(state), strict=True)
+    rows = [_cells(plan, leaf, role) for leaf, role in pairs]
     numbers = max(len(NUMBER.findall(leaf.path)) for leaf in plan.leaves)
     for place in reversed(range(numbers)):  # the innermost loop first
         rows = _joined(rows, place)
@@ -190,7 +197,7 @@ def plan_table(plan: Layout) -> Table:
     )
 
 
-def _cells(plan: Layout, leaf: LeafPlan) -> dict[str, Any]:
+def _cells(plan: Layout, leaf: LeafPlan, role: str) -> dict[str, Any]:
     return {
         "leaf": leaf.path,
         "shape": f"{leaf.dtype}{list(leaf.shape)}",
@@ -199,6 +206,7 @@ def _cells(plan: Layout, leaf: LeafPlan) -> dict[str, Any]:
         "size": leaf.nbytes,
         "per device": leaf.bytes_per_device(plan.mesh),
         REASON: leaf.reason or "",
+        "kept as": _kept_as(leaf, role),
         "memory": _memory(plan, leaf),
         "sent as": _sent_as(plan, leaf),
         "not in the mesh": ", ".join(leaf.absent),
@@ -236,6 +244,19 @@ def _renumbered(row: dict[str, Any], number: re.Match[str], text: str) -> dict[s
     layer = rf"(?<=/){re.escape(name + number[0])}(?=[/,]|$)"
     reason = re.sub(layer, lambda _: name + text, row[REASON])
     return row | {"leaf": f"{before}{text}{after}", REASON: reason}
+
+
+def _kept_as(leaf: LeafPlan, role: str) -> str:
+    """Says what an 8-bit leaf of the optimizer state is, and why a leaf beside them is wide."""
+    if role == CODED:
+        return "8-bit codes"
+    if role == CORRECTION:
+        return "8-bit correction"
+    if role != WIDE:
+        return "scales of codes" if role == SCALES else ""
+    if len(leaf.shape) - leaf.stacked < 2:
+        return "wide: a vector"
+    return "wide: short rows" if leaf.shape[-1] < FEWEST else "wide: no moment"
 
 
 def _memory(plan: Layout, leaf: LeafPlan) -> str:

@@ -16,6 +16,7 @@ from zerojax._kernel.arrays import Value
 from zerojax._kernel.device import Param, wide
 from zerojax._kernel.places import Axes, LeafPlan, Placement, slow
 from zerojax._kernel.travel import Codec, Held, Route, Updating
+from zerojax._plan.encodings import as_float
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._types import PyTree
@@ -82,7 +83,7 @@ class StepParam(Param):
         precision, own = self.precision, self.leaf.dtype
         if precision.master is None or not jnp.issubdtype(own, jnp.floating):
             return own
-        wide = precision.master if self.accumulates else precision.sums
+        wide = precision.master_dtype if self.accumulates else precision.sums
         return jnp.promote_types(own, wide or own)
 
     @property
@@ -131,7 +132,8 @@ class StepParam(Param):
     def stacks(self, value: Array, state: Sequence[Array]) -> PyTree:
         """Returns what the loss is differentiated by: the parameter, the state that is updated with
         it, and zeros in place of the sum of the squares of each layer's gradient."""
-        return value, *state, jnp.zeros(len(value), wide(self.grad_dtype))
+        zeros = jnp.zeros(len(value), wide(self.grad_dtype))
+        return value, *map(as_float, state), zeros
 
     def updated_input(
         self, stacks: PyTree, given: Sequence[Array], remaining: float, reached: set[str]

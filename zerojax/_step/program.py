@@ -25,6 +25,7 @@ from zerojax._kernel.jaxprs import type_of
 from zerojax._kernel.places import axes_size
 from zerojax._loss import batch as _batch, fields as _fields, mean as _mean
 from zerojax._loss.trace import TracedLoss, as_one_device
+from zerojax._plan.encodings import as_stored
 from zerojax._plan.plan import Plan
 from zerojax._step.parameter import StepParam, as_of, codecs_of
 from zerojax._step.step_options import LossOptions, how_on, precision_of
@@ -301,7 +302,12 @@ class Program(DeviceStep[StepParam]):
         ]
         # XLA takes longer to compile the norms of each layer's gradients than all other code.
         squares += [_over_shards(sum_of_squares(means[k]), self.params[k]) for k in self.normed]
-        return self.rolled.split(means), [tuple(stacks) for _, (*stacks, _) in new], squares
+        leaves = [[self.plan.leaves[at] for at in u.stacks] for u in self.updated]
+        stacks = [
+            tuple(as_stored(value, leaf.dtype) for value, leaf in zip(values, own, strict=True))
+            for (_, (*values, _)), own in zip(new, leaves, strict=True)
+        ]
+        return self.rolled.split(means), stacks, squares
 
 
 @jax.jit  # so that JAX traces it once for all gradients of one shape

@@ -220,6 +220,8 @@ def _moved(full: JaxprEqn, labels: Sequence[Label]) -> Label:
             return params["broadcast_dimensions"][dim]
         case "transpose":
             return params["permutation"].index(dim)
+        case "pad" if params["padding_config"][dim] == (0, 0, 0):
+            return dim
         case "squeeze" if dim not in params["dimensions"]:
             return dim - sum(d < dim for d in params["dimensions"])
         case "reshape":

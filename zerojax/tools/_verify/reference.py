@@ -27,6 +27,7 @@ from zerojax._plan.optimizer import apply_gradients
 from zerojax._plan.padding import on_host
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats, seen_in
+from zerojax._plan.roles import CODED, CORRECTION, SCALES, roles_of
 from zerojax._state import state as _state
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._step.step_options import precision_of
@@ -39,6 +40,8 @@ from zerojax.tools._verify.compare import WRONG, Check
 # Where weights or gradients travel quantized, gradients may be off by these multiples of the
 # quantization noise, relative to their largest element.
 WEIGHTS_NOISE, GRADIENTS_NOISE = 10, 4
+# How far apart codes of two numbers that are nearly the same may be.
+CODES_APART = {CORRECTION: 2, CODED: 3, SCALES: 1}
 MICROBATCH_AXIS = "zerojax_microbatches"
 
 Inputs: TypeAlias = dict[int, jax.Array]  # of a traced loss, by their positions
@@ -363,8 +366,8 @@ class Comparison:
         the step should make; and its padding with zeros."""
         values = {leaf.name: leaf.value for leaf in _state.leaves_of(self.state)}
         old, planned = jax.tree.leaves(self.reference.state), self.reference.plan.leaves
-        rows = zip(_state.leaves_of(new), old, spreads, planned, strict=True)
-        for leaf, before, far, place in rows:
+        columns = _state.leaves_of(new), old, spreads, planned, roles_of(new)
+        for leaf, before, far, place, role in zip(*columns, strict=True):
             if leaf.name not in values:
                 yield Check(leaf.name, leaf.kind, np.inf, 0.0, 0.0, f"{WRONG}: missing")
                 continue
@@ -374,6 +377,10 @@ class Comparison:
                 size = np.max(np.abs(np.nan_to_num(change)), initial=0.0)
                 eps = float(jnp.finfo(leaf.value.dtype).eps)
                 far = far + self.tolerance * size + 4 * eps * np.abs(np.nan_to_num(wanted))
+            if role in CODES_APART:
+                # Another neighbour, at random; codes also count from another scale.
+                apart = np.abs(wanted) / 8 if role == SCALES else CODES_APART[role]
+                far = far + apart
             options = {"judged": change, "rests": place.padded_shape}
             yield _compare.compare(leaf.name, leaf.kind, value, leaf.value, far, **options)
             if place.rest.padding and np.shape(value) == place.padded_shape:

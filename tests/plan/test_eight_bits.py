@@ -1,0 +1,336 @@
+"""Masters as weights with corrections, moments as codes: how exact they are, where they train, what
+they weigh, and what opens them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import zerojax
+from tests.conftest import make_mesh
+from tests.plan.test_precision import HALVED, linear, made, stacks
+from tests.plan.test_rounding import numbers
+from tests.reference import assert_equal_bits
+from zerojax._plan import encodings
+
+WEIGHTS = {"param": "bfloat16", "master": "split"}
+SPLIT, SEVEN = zerojax.Precision(**WEIGHTS), zerojax.Precision(**WEIGHTS, moments="int8")
+MASTER = zerojax.Precision(param="bfloat16", master="float32")
+TWO, FOUR = make_mesh(2), make_mesh(4)
+STEP, COUNT = 2.0**-23, 2000  # a float32 number, relative to the size of 1; steps
+
+
+def steps_of(count, make):
+    """What a state of 8 bits decodes to after each of many updates of the same numbers."""
+    return np.asarray(jax.lax.map(lambda i: make(encodings.salt(i, 3)), jnp.arange(count)))
+
+
+def mean_is(values, wanted, apart):
+    """Whether the mean is a number that values lie around, at most so far apart."""
+    off = np.abs(values.astype(np.float64).mean(0) - wanted)
+    return np.all(off <= 4.5 * apart / 2 / np.sqrt(len(values)))
+
+
+# -- corrections
+
+
+@pytest.mark.parametrize(("salt", "steps"), [(None, 129), (7, 258)])
+def test_a_weight_and_its_correction_are_the_master(salt, steps):
+    x = numbers()
+    weight, code = jax.jit(encodings.split)(x, None if salt is None else jnp.uint32(salt))
+    got = np.asarray(encodings.joined(weight, code), np.float64)
+    assert_equal_bits(weight, x.astype(jnp.bfloat16))
+    assert np.max(np.abs(got / x - 1)) <= steps * STEP
+    again = encodings.split(np.float32(got), jnp.uint32(8))
+    assert_equal_bits(again, (weight, code))
+
+
+def test_the_mean_of_masters_is_the_number():
+    x = np.array([1 + 2**-9 + 2**-20, -1.000123, 3.14159e-12, 1 + 2**-8 - 2**-21], np.float32)
+    got = steps_of(COUNT, lambda salt: encodings.joined(*encodings.split(x, salt)))
+    assert np.all(got.std(0) > 0) and mean_is(got, x.astype(np.float64), 258 * STEP * np.abs(x))
+
+
+def test_a_code_of_one_side_of_the_middle_fits_the_weight_of_the_other():
+    """XLA may round what it computes twice in two ways."""
+    bits = np.arange(1, 64) << 16 | 0x3F808000
+    middle, *apart = ((bits + far).astype(np.uint32).view(np.float32) for far in (0, -2, 2))
+    below, above = map(encodings.split, apart)
+    assert np.all(np.asarray(below[0]) < np.asarray(above[0]))
+    for weight, code in ((below[0], above[1]), (above[0], below[1])):
+        got = np.asarray(encodings.joined(weight, code), np.float64)
+        assert np.max(np.abs(got / middle - 1)) < 4 * STEP
+
+
+def test_what_no_correction_can_change():
+    values = np.array([0, -0.0, np.inf, -np.inf, np.nan, 2**-100, 3.4e38], np.float32)
+    weight, code = encodings.split(values)
+    np.testing.assert_allclose(encodings.joined(weight, code), values, rtol=2e-5)
+    # The user may set a weight anew, and its correction is that of the old one.
+    others = encodings.joined(jnp.zeros(255, jnp.bfloat16), jnp.arange(-127, 128, dtype=jnp.int8))
+    assert np.max(np.abs(np.asarray(others))) < 1e-40
+
+
+def test_updates_smaller_than_a_correction_add_up():
+    tx = zerojax.manual.master_weights(optax.sgd(2.0**-20), "split")
+    params = {"w": jnp.linspace(0.6, 0.9, 4096, dtype=jnp.bfloat16)}
+    start, steep = params["w"], jax.tree.map(jnp.ones_like, params)
+
+    @jax.jit
+    def run(params, state):
+        def body(both, _):
+            updates, state = tx.update(steep, both[1], both[0])
+            return (optax.apply_updates(both[0], updates), state), None
+
+        return lax.scan(body, (params, state), None, COUNT)[0]
+
+    params, state = run(params, tx.init(params))
+    masters = np.asarray(encodings.joined(params["w"], state.correction["w"]), np.float64)
+    # Each was an eighth of a step between corrections.
+    wanted = np.asarray(start, np.float64) - COUNT * 2.0**-20
+    assert abs((masters - wanted).mean()) < 2e-5
+    assert_equal_bits(params["w"], masters.astype(np.float32).astype(jnp.bfloat16))
+
+
+# -- codes
+
+
+def blocks(signs):
+    """Rows of which one in five is zero, over fourteen octaves."""
+    x = 2.0 ** np.random.default_rng(1).uniform(-7, 7, (40, 150))
+    x[:, ::5] = 0
+    return np.float32(x * np.random.default_rng(2).choice([-1, 1], x.shape) if signs else x)
+
+
+@pytest.mark.parametrize("signs", [True, False])
+def test_codes_are_a_sixteenth_off_at_most(signs):
+    x = blocks(signs)
+    for salt, most in ((None, 1 / 16), (jnp.uint32(9), 1 / 8)):
+        codes, scales = encodings.encoded(x, salt)
+        got = np.asarray(encodings.decoded(codes, scales))
+        assert codes.dtype == jnp.int8 and scales.shape == (40, 3)
+        assert np.all(np.abs(got - x) <= most * np.abs(x))
+        assert_equal_bits(encodings.decoded(*encodings.encoded(got, jnp.uint32(1))), got)
+    got = steps_of(COUNT, lambda salt: encodings.decoded(*encodings.encoded(x[:2], salt)))
+    assert mean_is(got, x[:2].astype(np.float64), np.abs(x[:2]) / 8)
+
+
+def test_small_numbers_of_a_block_vanish_at_random_if_it_has_signs_and_else_stay():
+    x = np.full((1, 64), 2.0**-19, np.float32)
+    x[:, 0] = 1
+    plain = steps_of(64, lambda salt: encodings.decoded(*encodings.encoded(x**2, salt)))
+    np.testing.assert_array_equal(plain[:, 0, 1:], np.float32(1.375 * 2.0**-32))
+    x[:, 0] = -1
+    got = steps_of(COUNT, lambda salt: encodings.decoded(*encodings.encoded(x, salt)))[:, 0, 1:]
+    assert np.unique(got).size == 2 and np.any(got == 0)
+    assert abs(got.mean() / 2.0**-19 - 1) < 0.05
+
+
+def test_blocks_that_are_not_finite_and_blocks_of_zeros():
+    x = np.zeros((4, 128), np.float32)
+    x[0, 3], x[1, 100], x[2, :] = np.nan, -np.inf, 3e38
+    codes, scales = encodings.encoded(x)
+    got = np.asarray(encodings.decoded(codes, scales))
+    assert np.isnan(got[0, :64]).all() and np.isnan(got[1, 64:]).all()
+    assert np.all(got[0, 64:] == 0) and np.all(got[1, :64] == 0)
+    np.testing.assert_allclose(got[2], 3e38, rtol=1 / 8)
+    assert not np.any(codes[3]) and not np.any(scales[3])
+
+
+def test_codes_look_like_finite_floats():
+    codes = jnp.arange(-127, 128, dtype=jnp.int8)
+    floats = encodings.as_float(codes)
+    assert np.isfinite(np.asarray(floats, np.float32)).all()
+    assert_equal_bits(encodings.as_stored(floats, codes.dtype), codes)
+    assert min(int(np.min(encodings.encoded(blocks(signs))[0])) for signs in (0, 1)) == -127
+
+
+def test_second_moments_follow_their_gradients():
+    """As in bfloat16; the first step is a thousandth of the distance between two codes."""
+    tx = zerojax.manual.narrow_moments(optax.adam(1e-3), "int8")
+    params = {"w": np.ones((64, 16), np.float32)}
+    grads = {"w": np.sqrt(2.0) + np.linspace(0, 1e-3, 1024, dtype="f").reshape(64, 16)}
+    state, start = tx.init(params), encodings.encoded(jnp.ones((64, 16)))
+    adam, scales = state.inner[0], state.scales[0]
+    inner = adam._replace(nu={"w": start[0]}, count=jnp.int32(2000)), *state.inner[1:]
+    scales = scales._replace(nu={"w": start[1]}), *state.scales[1:]
+    state = state._replace(inner=inner, scales=scales)
+
+    @jax.jit
+    def run(state):
+        body = lambda state, _: (tx.update(grads, state, params)[1], None)
+        return lax.scan(body, state, None, 1000)[0]
+
+    state = run(state)
+    second = np.asarray(encodings.decoded(state.inner[0].nu["w"], state.scales[0].nu["w"]))
+    assert abs(second.mean() - (2 - 0.999**1000)) < 0.02
+
+
+# -- steps
+
+
+def drawn(dim, tx=HALVED):
+    """Whatever the parameters are, the gradients of `linear` are small integers."""
+    draw, params = np.random.default_rng(7), stacks(dim).params
+    return made(tx, **jax.tree.map(lambda x: draw.normal(size=x.shape).astype("f"), params))
+
+
+def wrapped(dim):
+    tx = zerojax.manual.master_weights(zerojax.manual.narrow_moments(HALVED, "int8"), "split")
+    state = drawn(dim, tx)
+    return state.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params))
+
+
+HOST = {"offload": zerojax.Offload(min_bytes=0)}
+NODES = zerojax.mesh(node=4, gpu=2)
+GROUPS = {"mesh": NODES, "axis": ("node", "gpu"), "groups": {"params": "gpu"}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "dim", "placed", "options"),
+    [
+        (0, 16, {}, {}),
+        (1, 16, {}, {"update": "backward"}),
+        (2, 16, {}, {"accumulate": 4}),
+        (3, 16, {}, {"update": "backward"}),
+        (3, 19, {}, {}),  # padded, and the head is sharded along its rows
+        (3, 16, GROUPS, {}),
+        (3, 16, HOST, {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*rests padded")
+def test_sharding_changes_no_bit(stage, dim, placed, options):
+    wanted = wrapped(dim)
+    one = jax.jit(lambda s, batch: s.apply_gradients(grads=jax.grad(linear)(s.params, batch)))
+    placed = {"mesh": TWO} | placed
+    state = zerojax.shard_train_state(drawn(dim), stage, precision=SEVEN, **placed)
+    step = zerojax.train_step(linear, **options)
+    for seed in range(3):
+        batch = np.random.default_rng(seed).integers(0, 2, (32, dim)).astype("f")
+        wanted = one(wanted, batch)
+        state, _ = step(state, batch)
+    codes = jax.tree.leaves(state.opt_state.inner.inner)
+    assert {x.sharding.memory_kind == "pinned_host" for x in codes} == {"offload" in placed}
+    state = zerojax.unpad(state)
+    assert_equal_bits((state.params, state.opt_state), (wanted.params, wanted.opt_state))
+    trace, correction = state.opt_state.inner.inner[0].trace, state.opt_state.correction
+    assert all(np.unique(each["blocks"]["w"]).size > 8 for each in (trace, correction))
+
+
+def model(tx=None):
+    draw = np.random.default_rng(0)
+    params = {"w": draw.normal(size=(256, 512)).astype("f"), "b": np.zeros(64, "f")}
+    return made(tx or optax.adamw(1e-3), **params)
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["w"]) ** 2) + jnp.mean(params["b"])
+
+
+@pytest.mark.parametrize(("precision", "wanted"), [(SPLIT, 11), (SEVEN, 5)])
+def test_bytes_of_a_parameter_on_each_device(precision, wanted):
+    plan = zerojax.plan(model(), stage=3, precision=precision, mesh=FOUR)
+    state = plan.place(model())
+    held = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(state))
+    gradient = jax.eval_shape(zerojax.value_and_grad(loss, plan), state.params, np.ones((8, 256)))
+    count, scales = 256 * 512 / 4, 2 * 2 / 64 if precision is SEVEN else 0
+    assert held / count == pytest.approx(wanted + scales, rel=0.03)
+    assert gradient[1]["w"].dtype.itemsize + wanted == (7 if precision is SEVEN else 13)
+
+
+def test_host_memory_has_three_bytes():
+    plan = zerojax.plan(
+        model(), stage=3, precision=SEVEN, mesh=FOUR, offload=zerojax.Offload(min_bytes=128)
+    )
+    count = 256 * 512 / 4
+    assert plan.host_bytes_per_device()["opt_state"] / count == pytest.approx(3 + 1 / 16, rel=0.01)
+
+
+def test_the_plan_says_what_a_leaf_is_kept_as():
+    tx = optax.chain(optax.trace(0.9), optax.adafactor(1e-3, min_dim_size_to_factor=8))
+    text = str(zerojax.plan(model(tx), stage=1, precision=SEVEN, mesh=TWO))
+    rows = {line.split()[0]: line for line in text.splitlines() if line.startswith("opt_state")}
+    wanted = {
+        "correction/w": "8-bit correction",
+        "inner/inner/0/trace/w": "8-bit codes",
+        "inner/inner/0/trace/b": "wide: a vector",
+        "inner/scales/0/trace/w": "scales of codes",
+        "inner/inner/1/0/v_row/w": "wide: ",
+    }
+    for path, said in wanted.items():
+        assert said in rows[f"opt_state/{path}"], text
+    assert "kept as" not in str(zerojax.plan(model(tx), stage=1, precision=MASTER, mesh=TWO))
+
+
+def test_verify_knows_that_codes_are_rounded_at_random():
+    state = zerojax.shard_train_state(model(), stage=3, precision=SEVEN, mesh=TWO)
+    step, batch = zerojax.train_step(loss), np.random.default_rng(0).normal(size=(8, 256))
+    state, _ = step(state, batch.astype("f"))
+    zerojax.verify(step, state, batch.astype("f")).check()
+
+
+# -- checkpoints
+
+SAVED = {None: None, "master": MASTER, "split": SPLIT, "seven": SEVEN}
+
+
+def decoded(state):
+    """The numbers that a state of any precision stands for."""
+    state = jax.device_get(state)
+    inner, masters, scales = state.opt_state, state.params, None
+    if hasattr(inner, "master"):
+        inner, masters = inner.inner, inner.master
+    elif hasattr(inner, "correction"):
+        masters = jax.tree.map(encodings.joined, masters, inner.correction)
+        inner = inner.inner
+    if hasattr(inner, "scales"):
+        inner, scales = inner.inner, inner.scales
+    found = {"master": masters["w"], "mu": inner[0].mu["w"], "nu": inner[0].nu["w"]}
+    if scales is not None:
+        for name in ("mu", "nu"):
+            found[name] = encodings.decoded(found[name], getattr(scales[0], name)["w"])
+    return {name: np.asarray(value, np.float32) for name, value in found.items()} | {
+        "count": int(inner[0].count)
+    }
+
+
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [(None, ["split", "seven"]), ("master", ["seven"]), ("seven", [None, "master", "split"])],
+)
+def test_a_state_opens_with_another_precision(first, others, tmp_path):
+    state = zerojax.shard_train_state(model(), stage=3, precision=SAVED[first], mesh=TWO)
+    batch = np.random.default_rng(0).normal(size=(8, 256)).astype("f")
+    for _ in range(2):
+        state, _ = zerojax.train_step(loss)(state, batch)
+    zerojax.save(tmp_path / "c", state)
+    wanted = decoded(state)
+    for second in others:
+        placed = {"offload": zerojax.Offload(min_bytes=128)} if second == "seven" else {}
+        plan = zerojax.plan(model(), stage=1, precision=SAVED[second], mesh=FOUR, **placed)
+        opened = zerojax.restore(tmp_path / "c", like=plan)
+        for ours, leaf in zip(plan.shardings, jax.tree.leaves(opened), strict=True):
+            assert leaf.sharding == ours
+        got = decoded(opened)
+        for name, value in wanted.items():
+            narrower = second in ("split", "seven") and first in (None, "master")
+            apart = 129 * STEP * narrower if name == "master" else 0
+            least = 0
+            if name in ("mu", "nu") and second == "seven":
+                apart, least = 1 / 16, 2.0**-15 * np.max(np.abs(value))
+            off = np.abs(got[name] - value)
+            assert np.all(off <= apart * np.abs(value) + least), (second, name)
+        zerojax.train_step(loss).lower(opened, batch)
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match=r"weights in bfloat16. Pass param='bfloat16'"):
+        zerojax.Precision(param="float16", master="split")
+    with pytest.raises(ValueError, match=r"Pass them in bfloat16"):
+        tx = zerojax.manual.master_weights(optax.sgd(0.1), "split")
+        tx.update({"w": jnp.ones(4)}, tx.init({"w": jnp.ones(4)}), {"w": jnp.ones(4)})
+    state = zerojax.shard_train_state(model(), precision=MASTER, mesh=TWO)
+    with pytest.raises(ValueError, match=r"Save the state, and restore it with like="):
+        zerojax.shard_train_state(state, precision=SPLIT, mesh=TWO)

@@ -1,0 +1,250 @@
+"""How an optimizer's numbers rest in fewer bits: masters in 24, moments in 16 or 8.
+
+Gains: AdamW with masters takes 5 bytes a parameter between steps, and a 16th for scales, not 14: 2
+of the weight, 1 of its correction, 1 of each moment; with a bfloat16 gradient 7, not 16. Offloaded
+state sends 3 bytes each way, not 12. Costs 190 lines here, 160 in `precision.py` and 190 in
+`_checkpoint/conversion.py`, and noise, which the notes bound.
+
+[Note: random rounding]
+A running mean with a decay of 0.999 moves by a thousandth of its distance, and neighbours in
+bfloat16 are up to 1/128 apart: rounded to the nearest, it would stand still. So a number between
+two neighbours becomes the upper one with the probability of its distance from the lower one, and
+its mean over many steps is right.
+
+The random bits are a hash of the number and of a salt, which is a scalar. We draw no bits for an
+array's shape: those of an element would change with the sharding, and with updating layers one at a
+time, and `_update/rules.py` could not prove such updates. Everything here is arithmetic on the bits
+of float32 (but one division), so that no program rounds it in another way.
+
+[Note: corrections]
+A master is its bfloat16 weight, the nearest one, and a code of -127 to 127: how far it lies towards
+the next weight, in steps of 258 float32 numbers. 127 of these are just half the way. So a master is
+off by less than a 32,000th of its size, and by half of that where it was rounded to the nearest.
+
+Where a weight's last bit is 1, its code counts the other way, so that codes are the same on both
+sides of the middle between two weights. XLA may compute a new master twice, and round once in other
+places. A weight from above the middle and a code from below still make a number close by.
+
+[Note: codes]
+Numbers of one block, a run along the last dimension, share a scale: the largest of them, rounded up
+to 4 bits of mantissa. Codes count down from there in numbers of 4 bits, eight to an octave, so that
+small numbers are as precise as large ones: neighbours are 1/15 to 1/8 apart. Of numbers with signs
+there are 126 of each, over 15 octaves, and smaller ones become zero or the smallest at random. A
+block without negative numbers says so by the sign of its scale, and has 254, over 31 octaves. There
+no number becomes zero, because updates divide by second moments. Zeros stay zeros. A block with an
+infinity or a NaN decodes to NaN.
+
+No code is -128. The type float8_e4m3b11fnuz has NaN there and all other patterns are finite
+numbers, so XLA keeps what looks like it, and JAX takes it for something to differentiate by.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from zerojax._kernel.travel import names_in
+
+SIGN, INFINITE, FINITE = 0x80000000, 0x7F800000, 0x7F7FFFFF  # the bits of float32
+STEP = 258  # the float32 numbers between two corrections
+DROPPED = 20  # the bits of mantissa that codes do not have
+SIGNED, UNSIGNED = 127, 254  # the largest codes
+NEIGHBOURS, FEWEST = 64, 16  # the length of blocks at most, and of those that are worth a scale
+AS_FLOAT = jnp.float8_e4m3b11fnuz
+
+Salt = Array | None  # None: round to the nearest
+
+
+def salt(count: Array, place: int) -> Array:
+    """Returns a number that differs from step to step and from leaf to leaf."""
+    return _hash(_hash(count.astype(jnp.uint32)) + jnp.uint32(place))
+
+
+def _hash(bits: Array) -> Array:
+    """Returns bits each of which depends on all bits of the argument (lowbias32)."""
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
+    return bits ^ (bits >> 16)
+
+
+def _bits(value: Array) -> Array:
+    return lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
+
+
+def _bfloat16(bits: Array) -> Array:
+    """Returns the bfloat16 numbers of their 16 bits."""
+    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+
+
+def rounded(value: Array, salt: Array) -> Array:
+    """Rounds to one of the two neighbours in bfloat16, as the note above says.
+
+    Numbers that bfloat16 represents, infinities and NaN do not change. Finite numbers stay finite.
+    """
+    bits = _bits(value)
+    size = bits & ~jnp.uint32(SIGN)
+    # The bits that bfloat16 drops are the distance from the lower neighbour. As many random bits,
+    # added to them, carry into the bits that it keeps with the probability of that distance.
+    up = jnp.minimum(size + (_hash(bits ^ salt) >> 16), FINITE)
+    # Without the dropped bits, a NaN may become an infinity.
+    other = jnp.where(size > INFINITE, size | 0x400000, size)
+    bits = (bits & jnp.uint32(SIGN)) | jnp.where(size < INFINITE, up, other)
+    return _bfloat16(bits >> 16)
+
+
+# -- masters
+
+
+@jax.jit
+def split(value: Array, salt: Salt = None) -> tuple[Array, Array]:
+    """Returns the nearest bfloat16 numbers of masters, and their corrections."""
+    bits = _bits(value)
+    size = bits & ~jnp.uint32(SIGN)
+    nearest = (size + 0x7FFF + ((size >> 16) & 1)) >> 16
+    is_nan = size > INFINITE
+    high = jnp.where(is_nan, (size >> 16) | 0x40, nearest)
+    off = jnp.where(is_nan, 0, _signed(size) - _signed(high << 16))
+    random = STEP // 2 if salt is None else _signed(((_hash(bits ^ salt) >> 16) * STEP) >> 16)
+    # Positive, so that the division rounds down.
+    code = lax.div(off + 128 * STEP + random, jnp.full_like(off, STEP)) - 128
+    code = _mirrored(high, jnp.clip(code, -SIGNED, SIGNED))
+    return _bfloat16(((bits & jnp.uint32(SIGN)) >> 16) | high), code.astype(jnp.int8)
+
+
+@jax.jit
+def joined(weight: Array, correction: Array) -> Array:
+    """Returns the masters in float32 of weights and their corrections."""
+    bits = lax.bitcast_convert_type(weight, jnp.uint16).astype(jnp.uint32)
+    high = bits & 0x7FFF
+    off = _mirrored(high, correction.astype(jnp.int32)) * STEP
+    # Another weight than the one that the correction was made for must not become a NaN.
+    size = jnp.maximum(_signed(high << 16) + off, 0).astype(jnp.uint32)
+    return lax.bitcast_convert_type(((bits >> 15) << 31) | size, jnp.float32)
+
+
+def _mirrored(high: Array, code: Array) -> Array:
+    return jnp.where((high & 1) == 0, code, -code)
+
+
+def _signed(bits: Array) -> Array:
+    return bits.astype(jnp.int32)
+
+
+# -- moments
+
+
+def blocks_of(length: int) -> tuple[int, int]:
+    """Returns how many blocks a dimension has, and how long they are; the last may be shorter."""
+    count = -(-length // NEIGHBOURS)
+    return count, -(-length // count)
+
+
+def _in_blocks(value: Array) -> Array:
+    count, size = blocks_of(value.shape[-1])
+    widths = [(0, 0, 0)] * (value.ndim - 1) + [(0, count * size - value.shape[-1], 0)]
+    # Even if there is none: layers of another length must have the same program.
+    value = lax.pad(value, jnp.zeros((), value.dtype), widths)
+    return lax.reshape(value, (*value.shape[:-1], count, size))
+
+
+def _spread(value: Array, length: int) -> Array:
+    """Returns a number of each block for all of its elements."""
+    count, size = blocks_of(length)
+    shape = *value.shape, size
+    value = lax.broadcast_in_dim(value, shape, tuple(range(value.ndim)))
+    value = lax.reshape(value, (*shape[:-2], count * size))
+    return lax.slice_in_dim(value, 0, length, axis=-1)
+
+
+@jax.jit
+def encoded(value: Array, salt: Salt = None) -> tuple[Array, Array]:
+    """Returns codes of the array's shape, and the scales of their blocks."""
+    bits, length = _bits(value), value.shape[-1]
+    size = bits & ~jnp.uint32(SIGN)
+    is_negative = (bits >> 31 == 1) & (size > 0)
+    largest = jnp.max(_in_blocks(size), axis=-1)
+    has_signs = jnp.max(_in_blocks(is_negative.astype(jnp.int32)), axis=-1) == 1
+    top = (jnp.minimum(largest, FINITE) + ((1 << DROPPED) - 1)) >> DROPPED
+    top = jnp.minimum(top, FINITE >> DROPPED)  # whose upper neighbour is an infinity
+    top = jnp.where(largest < INFINITE, top, INFINITE >> DROPPED)
+    is_plain = ~has_signs & (top > 0)
+    levels, base = _levels(top, is_plain)
+
+    random = jnp.full_like(bits, 1 << 31) if salt is None else _hash(bits ^ salt)
+    near = jnp.minimum(size + (random >> (32 - DROPPED)), FINITE) >> DROPPED
+    spread_base, spread_plain = (_spread(each, length) for each in (base, is_plain))
+    code = _signed(near) - spread_base
+    # Below the smallest code, what counts is the distance from zero.
+    least = (spread_base + 1) << DROPPED
+    share = _float(size) / _float(least.astype(jnp.uint32))
+    is_up = (random >> 8).astype(jnp.float32) * jnp.float32(2.0**-24) < share
+    is_up = is_up | (spread_plain & (size > 0))
+    code = jnp.where(_signed(size) < least, is_up.astype(jnp.int32), code)
+    code = jnp.clip(code, 0, _spread(levels, length))
+    signs = jnp.where(is_negative, -code, code)
+    codes = jnp.where(spread_plain, code - SIGNED, signs).astype(jnp.int8)
+    # A number of 11 bits is one of bfloat16's.
+    return codes, _bfloat16((is_plain.astype(jnp.uint32) << 15) | (top << (DROPPED - 16)))
+
+
+def typed_codes(value: Array) -> tuple[Array, Array]:
+    """Returns what `encoded` does, if the type of the array says how it is sharded.
+
+    Where a shard ends within a block, the scales are whole along the last dimension.
+    """
+    sharding = jax.typeof(value).sharding
+    spec, (count, size) = sharding.spec, blocks_of(value.shape[-1])
+    over = names_in(spec[value.ndim - 1 :])
+    parts = math.prod(sharding.mesh.shape[name] for name in over)
+    if parts == 1 or (count % parts == 0 and count * size == value.shape[-1]):
+        return encoded(value)
+    whole = jax.sharding.PartitionSpec(*spec[:-1], None)
+    codes, scales = encoded(jax.sharding.reshard(value, whole))
+    return jax.sharding.reshard(codes, spec), scales
+
+
+@jax.jit
+def decoded(codes: Array, scales: Array) -> Array:
+    """Returns the float32 numbers of codes and the scales of their blocks."""
+    length = codes.shape[-1]
+    bits = lax.bitcast_convert_type(scales, jnp.uint16).astype(jnp.uint32)
+    top, is_plain = (bits & 0x7FFF) >> (DROPPED - 16), bits >> 15 == 1
+    _, base = _levels(top, is_plain)
+    is_broken = _spread(top >= INFINITE >> DROPPED, length)
+    base, is_plain = (_spread(each, length) for each in (base, is_plain))
+    codes = codes.astype(jnp.int32)
+    size = jnp.where(is_plain, codes + SIGNED, jnp.abs(codes))
+    value = _float(jnp.where(size > 0, (base + size) << DROPPED, 0).astype(jnp.uint32))
+    value = jnp.where(~is_plain & (codes < 0), -value, value)
+    return jnp.where(is_broken, jnp.nan, value)
+
+
+def _levels(top: Array, is_plain: Array) -> tuple[Array, Array]:
+    """Returns the largest code of each block, and the number before its first."""
+    levels = jnp.where(is_plain, UNSIGNED, SIGNED)
+    return levels, jnp.maximum(_signed(top) - levels, 0)
+
+
+def _float(bits: Array) -> Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def as_float(value: Array) -> Array:
+    """Returns codes, with the same bits, as a type that JAX differentiates by; others unchanged."""
+    return lax.bitcast_convert_type(value, AS_FLOAT) if value.dtype == jnp.int8 else value
+
+
+def as_stored(value: Array, dtype: DTypeLike) -> Array:
+    """Returns what `as_float` made of an array of this dtype as that array."""
+    return lax.bitcast_convert_type(value, dtype) if dtype == jnp.int8 else value
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return *shape[:-1], blocks_of(shape[-1])[0]
+
+
+def is_worth_codes(shape: tuple[int, ...], layers: int) -> bool:
+    """Whether an array is a matrix, or a stack of them, with rows long enough for scales."""
+    return len(shape) - layers >= 2 and shape[-1] >= FEWEST and math.prod(shape) > 0
