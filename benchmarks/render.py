@@ -78,13 +78,22 @@ def _cells(row) -> list[str]:
 
 def compile_time() -> str:
     """Renders times to compile, as multiples of plain data parallelism's."""
-    stored = _stored("compile_time.json")
+    stored, parts = _stored("compile_time.json"), ("trace", "XLA", "assembler")
+
+    def layers(row):
+        return "loop" if row["row"].split(" ")[1] == "loop" else "scan"
+
     rows = [
-        [_parts(row)[1], f"{row['time']:.2f} ({row['range'][0]:.2f} to {row['range'][1]:.2f})"]
+        [
+            _parts(row)[1],
+            f"{layers(row)}, {row['row'].split(' x4')[0].split(' ')[-1]}",
+            f"{row['time']:.2f} ({row['range'][0]:.2f} to {row['range'][1]:.2f})",
+            *(f"{row[part]:.2f}" for part in parts),
+        ]
         for row in stored["rows"]
     ]
-    setting = _parts(stored["rows"][0])[0]
-    return _table(["program", "trace and compile"], rows, {"device": setting, **stored})
+    header = ["program", "layers, GPUs", "trace and compile", *parts]
+    return _table(header, rows, {"device": "7.5B, 4 rows a GPU, full remat", **stored})
 
 
 def first_step() -> str:
