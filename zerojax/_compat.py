@@ -220,6 +220,24 @@ class Thunk:
         return self.change(lambda: self.thunk.call_wrapped(*zeros))
 
 
+class Named(inspect.Signature):
+    """The signature of a function of any arguments, which JAX calls by these names."""
+
+    names: Sequence[str]
+
+    def bind(self, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+        bound = super().bind(*args, **kwargs)
+        bound.arguments = dict(zip(self.names, args, strict=True))
+        return bound
+
+
+def name_arguments(function: Callable[..., PyTree], names: Sequence[str]) -> None:
+    """Names the arguments of a function `(*args)` in its programs, by which an audit knows them."""
+    signature = Named([*inspect.signature(function).parameters.values()])
+    signature.names = names
+    function.__signature__ = signature  # type: ignore
+
+
 # -- meshes and devices
 
 

@@ -26,6 +26,7 @@ from zerojax._plan.plan import Plan
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._types import PyTree
 from zerojax._update import rules as _rules
+from zerojax._update.guess import Guess, Reads
 from zerojax._update.rules import SAME, Flat, Label
 from zerojax._update.update import OTHER_PROGRAM, TOGETHER, InParts, Part, Update, on_no_mesh
 
@@ -59,12 +60,18 @@ class LayerUpdate:
 
     `stacks` are the positions in the state of the stacks that it updates, the parameter first;
     `given` those of the leaves that it only reads. `apply(grad, layers, given)` returns the new
-    layers.
+    layers. If it `speculates`, `given` ends with what it guesses.
     """
 
     stacks: tuple[int, ...]
     given: tuple[int, ...]
     apply: Callable[[Array, Sequence[Array], Sequence[Array]], list[Array]]
+    speculates: Reads | None = None
+
+    @property
+    def sums(self) -> tuple[int, ...]:
+        """The sums over its gradient that it speculates about."""
+        return self.speculates.sums if self.speculates else ()
 
 
 def is_wanted(plan: Plan, when: str) -> bool:
@@ -90,6 +97,7 @@ class InBackward:
         self.state, self.leaves = jax.tree.leaves(state), [*plan.params, *plan.leaves]
         self.updates: dict[str, LayerUpdate] = {}
         self.why: dict[str, str] = {}
+        self.guess: Guess | str = "the update reads something of all gradients"
         finds = not plan.offloads or _host_state.are_found(plan.mesh.devices.flat[0])
         try:
             with on_no_mesh():
@@ -133,7 +141,12 @@ class InBackward:
         ]
         streamed = {i for i, each in enumerate(may_be, self.first) if each}
         self.whole = InParts(self.update, self.update.shapes, streamed, self.plan.stacks)
-        origins = self.whole.full.origins(range(self.first))
+        if self.must:
+            self.guess = Guess.of(self.whole, self.first)
+        full = self.whole.full
+        if isinstance(self.guess, Guess):  # what is guessed has its own way from the gradients
+            full = self.guess.taken_from(full)
+        origins = full.origins(range(self.first))
         grads_of = [origins.get(v, frozenset()) for v in self.whole.full.outvars]
         own = [i for i, leaf in enumerate(self.plan.leaves, self.first) if leaf.kind == PARAMS]
         for part in self.whole.parts:
@@ -157,12 +170,18 @@ class InBackward:
         outputs = [i - self.first for i in part.inputs]
         if not set(part.outputs) <= set(outputs) or any(map(self.whole.mixes, outputs)):
             return TOGETHER
+        guess = None
         if any(i >= len(self.update.shapes) for i in self.whole.of_layer(outputs).read()):
-            return "the update reads something of all gradients, which is known after backward"
-        program = self.of_shard(outputs)
+            if not self.must:
+                return "the update reads something of all gradients, which is known after backward"
+            if isinstance(self.guess, str):
+                return self.guess
+            guess = self.guess
+        program = self.of_shard(outputs, guess)
         if isinstance(program, str):
             return program
         given = sorted(program.read() - {grad, *part.inputs})
+        given = [i for i in given if i < len(self.update.shapes)]  # what follows is guessed
         if any(i >= len(self.leaves) for i in given):
             return "the update reads a field that the loss returns"
         sharded = [i for i in given if self.leaves[i].update.dim is not None]
@@ -173,24 +192,32 @@ class InBackward:
         stacks = (param, *(i for i in part.inputs if i != param))
         results = [part.inputs.index(i) for i in stacks]
         dtypes = [self.leaves[i].dtype for i in stacks]
+        reads, guessed = None, range(len(self.update.shapes), len(program.invars))
+        if guess is not None:
+            assert self.shard is not None
+            reads = guess.reads(program, grad, *self.shard[:2], self.leaves[grad].update.dim)
+            if isinstance(reads, str):
+                return reads
 
         def apply(grad_of: Array, layers: Sequence[Array], read: Sequence[Array]) -> list[Array]:
             inputs: list[Any] = [None] * len(program.invars)
             layers = [as_stored(*pair) for pair in zip(layers, dtypes, strict=True)]
-            pairs = zip((grad, *stacks, *given), (grad_of, *layers, *read), strict=True)
+            places = (grad, *stacks, *given, *guessed)
+            pairs = zip(places, (grad_of, *layers, *read), strict=True)
             for at, value in pairs:
                 inputs[at] = value
             new = program(inputs)
             return [as_float(new[k]) for k in results]
 
         own, others = (tuple(i - self.first for i in places) for places in (stacks, given))
-        return LayerUpdate(own, others, apply)
+        return LayerUpdate(own, others, apply, reads)
 
-    def of_shard(self, outputs: Sequence[int]) -> Flat | str:
+    def of_shard(self, outputs: Sequence[int], guess: Guess | None) -> Flat | str:
         """Returns the program for a device's part of a layer, or why it would compute another part.
 
         As for layers, each value of the trace of whole layers has a partner in that of a device's
-        part, and a label says how they are related, along the dimension that is sharded.
+        part, and a label says how they are related, along the dimension that is sharded. What is
+        guessed are its last inputs.
         """
         if self.shard is None:
             return OTHER_PROGRAM
@@ -199,7 +226,8 @@ class InBackward:
             v, dim = self.whole.one.outvars[k], self.plan.leaves[k].update.dim
             if _rules.label(v, shard.outvars[k], labels) != (SAME if dim is None else dim):
                 return f"{mixers.get(v, 'the update')} mixes shards"
-        program = shard.cut([shard.outvars[k] for k in outputs])
+        program = shard if guess is None else guess.taken_from(shard)
+        program = program.cut([shard.outvars[k] for k in outputs])
         if any(eqn.primitive.name in ("sharding_constraint", "shard_map") for eqn in program.eqns):
             return "the update names devices"
         return program
@@ -219,8 +247,10 @@ class InBackward:
             shard = self.update.traced(shapes)
         except Exception:  # anything: the user's optimizer may take only its own shapes
             return None
-        one = self.whole.one
-        return (shard, *_rules.labelled(one, shard, dims)) if one.is_like(shard) else None
+        one, known = self.whole.one, {w for _, w in self.whole.before}
+        if not one.is_like(shard):
+            return None
+        return shard, *_rules.labelled(one, shard, dims, lambda v, w: v in known)
 
 
 def _why_not(leaf: LeafPlan) -> str:
@@ -268,7 +298,15 @@ class InLoop(Unchanged):
 
     def fetched(self, stacks: Stacks, at: Layer) -> list[list[Array]]:
         """Returns one layer of all stacks, on the devices."""
-        return [[_compat.fetched(sliced(stack, at.of(stack))) for stack in one] for one in stacks]
+        return [
+            [_compat.fetched(sliced(stack, at.of(stack))) for stack in one]
+            for one in self.read(stacks)
+        ]
+
+    def read(self, stacks: Stacks) -> list[list[Array]]:
+        """Returns what the updates read."""
+        pairs = zip(self.updating.values(), stacks, strict=True)
+        return [updating.read(one) for updating, one in pairs]
 
     def read_first(self, read: T, stacks: Stacks) -> tuple[T, Stacks]:
         """Has what is read of parameters in host memory be read before they are written.
@@ -288,11 +326,15 @@ class InLoop(Unchanged):
         those on the way back: 7.5B on 8 H100s, JAX 0.12, all with the first: 553 ms at 50 GB/s, 778
         at 25, 1369 at 12.5; each with the gradient of its own weight: 591, 719, 1053.)
         """
-        if not any(_compat.is_on_host(stack) for one in self.stacks for stack in one):
+        if not any(_compat.is_on_host(stack) for one in self.read(self.stacks) for stack in one):
             return layers, left
         grads, treedef = jax.tree.flatten(left)
-        layers, grads[-1] = lax.optimization_barrier((layers, grads[-1]))
-        return layers, treedef.unflatten(grads)
+        # An old parameter that is kept leaves while the old moments arrive.
+        first = [int(bool(updating.old)) for updating in self.updating.values()]
+        waiting = [one[n:] for one, n in zip(layers, first, strict=True)]
+        waiting, grads[-1] = lax.optimization_barrier((waiting, grads[-1]))
+        tied = [[*a[:n], *b] for a, b, n in zip(layers, waiting, first, strict=True)]
+        return tied, treedef.unflatten(grads)
 
     def updated(
         self, stacks: Stacks, layers: list[list[Array]], grads: Sequence[Any], at: Layer
@@ -313,8 +355,8 @@ class InLoop(Unchanged):
         found, none = list(grads), cast(Array, None)
         for (k, updating), new in zip(self.updating.items(), stacks, strict=True):
             # JAX knows no gradient of what is only given.
-            given = (none,) * len(updating.given)
-            found[k] = Held(none, updating=dataclasses.replace(updating, stacks=new, given=given))
+            only = {name: (none,) * len(getattr(updating, name)) for name in ("given", "old")}
+            found[k] = Held(none, updating=dataclasses.replace(updating, stacks=new, **only))
         return found
 
 

@@ -180,7 +180,9 @@ def names_in(entries: Iterable[Entry]) -> set[str]:
 Transit = Parts
 
 
-@functools.partial(register_dataclass, data_fields=["stacks", "given"], meta_fields=["apply"])
+@functools.partial(
+    register_dataclass, data_fields=["stacks", "given", "old"], meta_fields=["apply"]
+)
 @dataclasses.dataclass(frozen=True)
 class Updating:
     """How a loop over layers updates a parameter in backward, as soon as it has a layer's gradient.
@@ -188,11 +190,23 @@ class Updating:
     `stacks` are the parameter as it rests, and then the state that the update changes with it.
     `apply(grad, layers, given)` takes one layer of each, and returns the new layers. JAX takes the
     stacks after the update for the gradients of `stacks`.
+
+    An update that may have to be undone leaves `old` as it is. If there is any, layers come from
+    there and from the first of the stacks where `old` has None, and the other stacks are only
+    written.
     """
 
     stacks: tuple[Array, ...]
     given: tuple[Array, ...]
     apply: Callable[[Array, list[Array], Sequence[Array]], list[Array]]
+    old: tuple[Array | None, ...] = ()
+
+    def read(self, stacks: Sequence[Array]) -> list[Array]:
+        """Returns what an update reads, the stacks being as they are by now."""
+        if not self.old:
+            return list(stacks)
+        pairs = zip(self.old, stacks, strict=False)
+        return [now if old is None else old for old, now in pairs]
 
 
 @functools.partial(register_dataclass, data_fields=["shard", "rest", "updating"], meta_fields=[])

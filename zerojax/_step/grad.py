@@ -1,6 +1,7 @@
 """`jax.value_and_grad` for parameters that are placed by a plan."""
 
 import contextlib
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from jax.extend.core import Jaxpr
 from zerojax import _axis_types, _compat
 from zerojax._declared import takes
 from zerojax._features.in_backward import InBackward, NoGradientError
+from zerojax._features.speculate import Passes, stays
 from zerojax._kernel.jaxprs import is_var, reads, type_of
 from zerojax._loss import (
     arguments as _arguments,
@@ -27,7 +29,7 @@ from zerojax._plan import move as _move, padding as _padding
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import seen_in
 from zerojax._state import refusals as _refusals
-from zerojax._step.program import Program, sum_of_squares
+from zerojax._step.program import Program, Results, sum_of_squares
 from zerojax._step.step_options import LossOptions, ValueOptions, precision_of
 from zerojax._types import PyTree, is_key
 from zerojax._warn import warn
@@ -103,6 +105,8 @@ class Graded(NamedTuple):
     done: dict[int, Array]  # by position in the state, leaves that backward updated
     norms: list[Array]
     normed: set[int]
+    sums: dict[int, Array]  # over gradients that backward used, for the update of all other leaves
+    kept: frozenset[int]  # leaves that it needs to its end, as they were
     told: list[str]  # of layers that are rolled up, and those that are not
 
 
@@ -125,16 +129,20 @@ def loss_and_grads(
     program = _program(loss_fn, plan, options, params, args, roles, backward)
     leaves = backward.state if backward else ()
     state = [
-        ([leaves[at] for at in update.stacks[1:]], [leaves[at] for at in update.given])
+        ([leaves[at] for at in update.stacks[1:]], [leaves[at] for at in update.given], [])
         for update in program.updated
     ]
     sharded = program.on_all_devices()
+    like = functools.partial(plan.like_params, shapes=shapes)
+    passes = None
+    if program.guess is not None and backward is not None:
+        passes = sharded = Passes(sharded, backward, program.updated, like)
 
-    def run(*inputs: PyTree) -> tuple[Array, PyTree, PyTree, PyTree, list[Array]]:
-        loss, aux, grads, new, squares = sharded(*inputs)
+    def run(*inputs: PyTree) -> Results:
+        loss, aux, grads, *others = sharded(*inputs)
         if options.differentiates:
-            grads = plan.like_params(grads, shapes)
-        return loss, aux, grads, new, squares
+            grads = like(grads)
+        return loss, aux, grads, *others
 
     # Without this jit, a call from plain Python would run the loss one operation at a time.
     jitted, inputs = jax.jit(run), (values, arg_values, program.traced.closed_over, state)
@@ -142,7 +150,7 @@ def loss_and_grads(
         with _noted_errors(plan):
             if not sums_narrow(plan.mesh, plan.batch_axes):
                 _check_sums(jitted.trace(*inputs).jaxpr.jaxpr)
-            loss, aux, grads, new, squares = _nans.run(
+            loss, aux, grads, new, squares, sums = _nans.run(
                 jitted, inputs, lambda: _nans.explain(loss_fn, plan, params, args, roles)
             )
     except NoGradientError as error:
@@ -156,7 +164,12 @@ def loss_and_grads(
     rows = [row for k in program.normed for row in program.rolled.bundles[k].rows]
     normed = {at for row in rows for at in row}
     norms = list(map(jnp.sqrt, squares))
-    return Graded(loss, aux, grads, done, norms, normed, program.rolled.told)
+    known, kept = {}, frozenset[int]()
+    if passes is not None:
+        known = passes.guess.known(passes.known(sums))
+        kept = frozenset(at for at in done if stays(plan.leaves[at]))
+    told = program.rolled.told
+    return Graded(loss, aux, grads, done, norms, normed, known, kept, told)
 
 
 def _program(

@@ -26,6 +26,7 @@ from zerojax._plan.plan import Plan, fingerprint
 from zerojax._progress import working
 from zerojax._run import agreement as _agreement
 from zerojax._step.compiled import PROGRAM, CompiledStep, Facts, loaded, read, short
+from zerojax._step.donated import PartlyDonated
 from zerojax._step.step_options import Recipe
 from zerojax._types import PyTree, kinds_of
 
@@ -44,8 +45,12 @@ class Step:
     def __init__(self, function: Callable[..., PyTree], recipe: Recipe) -> None:
         self.recipe = recipe
         # Looking for infinities, JAX runs it a second time on the same state (`_loss/nans.py`).
-        donates = recipe.options.donate and not jax.config.jax_debug_infs
-        self.make_jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donates else ())
+        self.donates = recipe.options.donate and not jax.config.jax_debug_infs
+        donated = (0,) if self.donates else ()
+        self.function, self.make_jit = (
+            function,
+            functools.partial(jax.jit, function, donate_argnums=donated),
+        )
         self.without_options: Jitted = self.make_jit()
         self.by_plan: dict[Plan | None, tuple[Jitted, _xla_options.XlaOptions]] = {}
         self.checked: set[Plan] = set()
@@ -88,7 +93,7 @@ class Step:
     def _lowered(self, args: Sequence[PyTree]) -> tuple[jax.stages.Lowered, Plan, Facts]:
         """Returns the lowered step, its plan, and what its program depends on."""
         plan = _arguments.find_plan(args[0] if args else None, self.recipe.plan)
-        lowered = self.for_args(*args).trace(*args).lower()
+        lowered = self.for_args(*args).lower(*args)
         # A jaxpr would not say what JAX makes of it: how it draws random numbers, which blocks a
         # kernel reads.
         facts = self.facts(plan, _fingerprint.of_shapes(args[1:]), lowered.as_text())
@@ -126,6 +131,9 @@ class Step:
             options = self._options_for(plan, trace)
             options |= dict(self.recipe.options.compiler_options or {})
             jitted = self.make_jit(compiler_options=options) if options else self.without_options
+            if plan is not None and (kept := self._kept_for(plan, trace)):
+                options_of_jit = {"compiler_options": options} if options else {}
+                jitted = PartlyDonated(self.function, kept, **options_of_jit)
             self.by_plan[plan] = jitted, options
         jitted, _ = self.by_plan[plan]
         # Looking for tracers takes time at each step; on CPUs both functions are one.
@@ -133,6 +141,14 @@ class Step:
             return jitted
         traced = any(issubclass(kind, Tracer) for kind in kinds_of((args, named)))
         return self.without_options if traced else jitted
+
+    def _kept_for(self, plan: Plan, trace: Callable[[], ClosedJaxpr]) -> frozenset[int]:
+        """Returns which leaves of a state the step must not donate."""
+        how = self.recipe.options
+        if not (self.donates and how.differentiates and how.update == "backward" and plan.offloads):
+            return frozenset()
+        trace()
+        return self.recipe.kept.get(plan, frozenset())
 
     def options_for(self, *args: PyTree, **named: PyTree) -> _xla_options.XlaOptions:
         """Returns the XLA options that the step is compiled with for these arguments."""

@@ -131,37 +131,57 @@ class StepParam(Param):
 
     def stacks(self, value: Array, state: Sequence[Array]) -> PyTree:
         """Returns what the loss is differentiated by: the parameter, the state that is updated with
-        it, and zeros in place of the sum of the squares of each layer's gradient."""
-        zeros = jnp.zeros(len(value), wide(self.grad_dtype))
-        return value, *map(as_float, state), zeros
+        it, zeros in place of sums over each layer's gradient, first that of the squares, and stacks
+        for the old state."""
+        assert self.update is not None
+        count, sums = len(self.update.stacks) - 1, self.update.sums
+        zeros = [jnp.zeros(len(value), wide(self.grad_dtype))] * (1 + len(sums))
+        state = list(map(as_float, state))
+        return value, *state[:count], *zeros, *state[count:]
+
+    def taken_apart(self, stacks: Sequence[Array]) -> tuple[list[Array], Array, list[Array]]:
+        """Returns the new ones of these stacks, the sum of squares and the other sums."""
+        assert self.update is not None
+        count, sums = len(self.update.stacks), len(self.update.sums)
+        squares, *others = map(jnp.sum, stacks[count : count + 1 + sums])
+        return [*stacks[:count], *stacks[count + 1 + sums :]], squares, others
 
     def updated_input(
-        self, stacks: PyTree, given: Sequence[Array], remaining: float, reached: set[str]
+        self,
+        stacks: PyTree,
+        given: Sequence[Array],
+        old: Sequence[Array | None],
+        remaining: float,
+        reached: set[str],
     ) -> Value:
         """Returns the parameter as the engine takes it.
 
         Its update reads `given`, multiplies the gradient by `remaining`, and notes in `reached`
-        that backward came to it.
+        that backward came to it. See `Updating` for `old`.
         """
         update = self.update
         assert update is not None
 
         def apply(grad: Array, layers: list[Array], given: Sequence[Array]) -> list[Array]:
             reached.add(self.leaf.path)
-            rest, *others, _ = layers
+            rest, *others = layers[: len(update.stacks)]
             grad = self.mean(grad[None], remaining)
             squares = jnp.sum(jnp.square(grad.astype(wide(grad.dtype))))
+            sums = update.speculates.of_grad(grad) if update.speculates else []
             # In one fusion with that sum, XLA would not write the new layers into their stacks.
             grad = lax.optimization_barrier(grad)
             with jax.named_scope("optimizer"):
                 own = self.own_part(rest)
+            pairs = zip(old, [own, *others], strict=False)
+            kept = [layer for was, layer in pairs if was is None]
             new, *others = update.apply(grad, [own, *others], given)
             if self.leaf.rest.on_device != self.leaf.update:  # it rests whole
                 cut = self.leaf.cut(Route(self.leaf.update.axes), dtype=self.compute_dtype)
                 new = _travel.gathered(new, cut)
-            return [new, *others, squares[None]]
+            return [new, *others, squares[None], *(each[None] for each in sums), *kept]
 
-        return Held(self.unread, updating=Updating(stacks, tuple(given), apply))
+        read = (*old, *[None] * (1 + len(update.sums))) if old else ()
+        return Held(self.unread, updating=Updating(stacks, tuple(given), apply, read))
 
     def own_part(self, layer: Array) -> Array:
         """Returns the shard that this device updates of a layer as it rests."""

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from zerojax._features.host_state import are_found
 from zerojax._features.in_backward import InBackward, InLoop, LayerUpdate, NoGradientError
 from zerojax._features.layered import layered
 from zerojax._features.rolled import roll, unrolled
+from zerojax._features.speculate import stays
 from zerojax._kernel.body import How
 from zerojax._kernel.device import DeviceStep, exact_share, wide
 from zerojax._kernel.jaxprs import type_of
@@ -30,10 +31,18 @@ from zerojax._plan.plan import Plan
 from zerojax._step.parameter import StepParam, as_of, codecs_of
 from zerojax._step.step_options import LossOptions, how_on, precision_of
 from zerojax._types import PyTree
+from zerojax._update.guess import Guess
+
+Grads: TypeAlias = Sequence[Array | np.ndarray | None]
+Results: TypeAlias = tuple[
+    Array, PyTree, Grads, list[tuple[Array, ...]], list[Array], list[list[Array]]
+]
 
 
 class Program(DeviceStep[StepParam]):
     """The code of one device in a step with options."""
+
+    guess: Guess | None = None  # if it may run again, because that was wrong
 
     def __init__(
         self,
@@ -105,6 +114,8 @@ class Program(DeviceStep[StepParam]):
             self.params = [p if fit else q for p, q, fit in pairs]
             self.split = self.split_by(self.params)
         backward.check(self.updated)
+        if isinstance(backward.guess, Guess) and any(u.speculates for u in self.updated):
+            self.guess = backward.guess
 
     # -- its inputs and outputs, as `shard_map` sees them
 
@@ -120,18 +131,35 @@ class Program(DeviceStep[StepParam]):
     def in_specs(self) -> tuple[list[PyTree], ...]:
         params = [leaf.rest.local for leaf in self.plan.params]
         args = [_batch.spec(role, self.plan.batch_axes) for role in self.microbatches.roles]
-        state = [(self.specs_at(u.stacks[1:]), self.specs_at(u.given)) for u in self.updated]
+        state = [self.state_specs(u) for u in self.updated]
         return params, args, [PartitionSpec()] * len(self.traced.closed_over), state
 
-    def out_specs(self) -> tuple[PartitionSpec, PyTree, list, list, list]:
+    def state_specs(self, update: LayerUpdate) -> tuple[list[Any], ...]:
+        """Returns how what an update needs rests, as `__call__` takes it."""
+        own, given = self.specs_at(update.stacks[1:]), self.specs_at(update.given)
+        if self.guess is None:
+            return own, given, []
+        guessed = len(self.guess.scalars) if update.speculates else 0
+        pairs = zip(update.stacks[1:], own, strict=True)
+        old = [spec if stays(self.plan.leaves[at]) else None for at, spec in pairs]
+        given += [PartitionSpec()] * guessed
+        return [*own, *self.sent_specs(update)], given, [None, *old]
+
+    def sent_specs(self, update: LayerUpdate) -> list[PartitionSpec]:
+        """Returns how the stacks rest that an update sends away before it writes over them."""
+        leaves = [self.plan.leaves[at] for at in update.stacks] if self.guess else []
+        return [leaf.update.local for leaf in leaves if not stays(leaf)]
+
+    def out_specs(self) -> tuple[PartitionSpec, PyTree, list, list, list, list]:
         batch, replicated = PartitionSpec(self.plan.batch_axes), PartitionSpec()
         aux = jax.tree.map(lambda rows: batch if rows else replicated, self.per_example)
         if not self.options.differentiates:
-            return replicated, aux, [], [], []
+            return replicated, aux, [], [], [], []
         updated = {p.leaf.path for p in self.params if p.update}
         grads = [None if leaf.path in updated else leaf.update.local for leaf in self.plan.params]
-        new = [tuple(self.specs_at(u.stacks)) for u in self.updated]
-        return replicated, aux, grads, new, [replicated] * (len(new) + len(self.normed))
+        new = [(*self.specs_at(u.stacks), *self.sent_specs(u)) for u in self.updated]
+        sums = [[replicated] * len(u.sums) for u in self.updated]
+        return replicated, aux, grads, new, [replicated] * (len(new) + len(self.normed)), sums
 
     # -- the program
 
@@ -140,16 +168,14 @@ class Program(DeviceStep[StepParam]):
         values: list[Array],
         args: list[Array],
         closed_over: list[Any],
-        state: list[tuple[list[Array], list[Array]]],
-    ) -> tuple[
-        Array, PyTree, list[Array | np.ndarray | None], list[tuple[Array, ...]], list[Array]
-    ]:
+        state: list[tuple[list[Array], list[Array], list[Array | None]]],
+    ) -> Results:
         """Returns the loss, the aux and the gradients, all of them means over the devices; the new
-        stacks of each parameter that backward updated; and the sums of the squares of their
-        gradients, and of those at the positions `normed`.
+        stacks of each parameter that backward updated; the sums of the squares of their
+        gradients, and of those at the positions `normed`; and what else it summed over gradients.
 
-        `state` has, for each of these, the state that is updated with it and the state that its
-        update only reads.
+        `state` has, for each of these, the state that is updated with it, the state that its
+        update only reads, and `Updating.old`.
         """
         args = self.microbatches.prepared(args, self.plan.batch_axes, self.precision.compute)
         values = self.brought_near(self.rolled.joined(values, self.travel_dtypes))
@@ -157,10 +183,10 @@ class Program(DeviceStep[StepParam]):
         # The exact part of the mean's factor scales the loss, the remaining one the sums.
         share, remaining = exact_share(self.size * self.options.accumulate)
         of_updated = iter(state)
-        states = [next(of_updated) if p.update else ([], []) for p in self.params]
+        states = [next(of_updated) if p.update else ([], [], []) for p in self.params]
         varied = [
             p.stacks(value, own) if p.update else p.varied(value)
-            for p, value, (own, _) in zip(self.params, values, states, strict=True)
+            for p, value, (own, *_) in zip(self.params, values, states, strict=True)
         ]
 
         def scaled_loss(floats: list[PyTree], loss_args: list[Array]) -> tuple[Array, PyTree]:
@@ -168,10 +194,10 @@ class Program(DeviceStep[StepParam]):
                 self.params, values, self.with_floats(varied, floats), states, strict=True
             )
             inputs = [
-                p.updated_input(v, given, remaining, self.reached)
+                p.updated_input(v, given, old, remaining, self.reached)
                 if p.update
                 else p.loss_input(value, v)
-                for p, value, v, (_, given) in sources
+                for p, value, v, (_, given, old) in sources
             ]
             loss, aux = self.loss([*inputs, *loss_args, *closed_over], counts)
             return loss * share, (loss, aux)
@@ -185,7 +211,7 @@ class Program(DeviceStep[StepParam]):
         aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
         loss = self.device_mean(loss / self.options.accumulate)
         if not self.options.differentiates:
-            return loss, aux, [], [], []
+            return loss, aux, [], [], [], []
         return loss, aux, *self.reduced(grads, remaining)
 
     def brought_near(self, values: list[Array]) -> list[Array]:
@@ -286,12 +312,13 @@ class Program(DeviceStep[StepParam]):
 
     def reduced(
         self, grads: list[PyTree], remaining: float
-    ) -> tuple[list[Array | np.ndarray | None], list[tuple[Array, ...]], list[Array]]:
+    ) -> tuple[Grads, list[tuple[Array, ...]], list[Array], list[list[Array]]]:
         """Returns the means of the gradients, which lack the factor `remaining`; what backward
-        updated, whose means are None; and sums of squares."""
+        updated, whose means are None; sums of squares; and other sums."""
         each = list(zip(self.params, self.with_floats(self.params, grads), strict=True))
-        new = [(p, stacks) for p, stacks in each if p.update is not None]
-        squares = [_over_shards(jnp.sum(each), p) for p, (*_, each) in new]
+        new = [(p, *p.taken_apart(stacks)) for p, stacks in each if p.update is not None]
+        squares = [_over_shards(each, p) for p, _, each, _ in new]
+        sums = [[_over_shards(each, p) for each in more] for p, _, _, more in new]
         means = [
             None
             if p.update is not None
@@ -302,12 +329,16 @@ class Program(DeviceStep[StepParam]):
         ]
         # XLA takes longer to compile the norms of each layer's gradients than all other code.
         squares += [_over_shards(sum_of_squares(means[k]), self.params[k]) for k in self.normed]
-        leaves = [[self.plan.leaves[at] for at in u.stacks] for u in self.updated]
-        stacks = [
-            tuple(as_stored(value, leaf.dtype) for value, leaf in zip(values, own, strict=True))
-            for (_, (*values, _)), own in zip(new, leaves, strict=True)
-        ]
-        return self.rolled.split(means), stacks, squares
+        stacks = [self.as_stored(p, values) for p, values, *_ in new]
+        return self.rolled.split(means), stacks, squares, sums
+
+    def as_stored(self, param: StepParam, values: Sequence[Array]) -> tuple[Array, ...]:
+        """Returns the new stacks of an update, and the old ones that it kept, in their dtypes."""
+        assert param.update is not None
+        own = [self.plan.leaves[at] for at in param.update.stacks]
+        kept = [leaf for leaf in own if not stays(leaf)][: len(values) - len(own)]
+        pairs = zip(values, [*own, *kept], strict=True)
+        return tuple(as_stored(value, leaf.dtype) for value, leaf in pairs)
 
 
 @jax.jit  # so that JAX traces it once for all gradients of one shape

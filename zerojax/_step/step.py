@@ -90,7 +90,7 @@ def _train(
         backward = _in_backward.InBackward(plan, state, update, must)
     graded = loss_and_grads(loss_fn, plan, recipe.options, _state.get_params(state), args, backward)
     aux, done = graded.aux, graded.done
-    recipe.layers[plan] = graded.told
+    recipe.layers[plan], recipe.kept[plan] = graded.told, graded.kept
     loss, grads, norms = _finite.unscaled((graded.loss, graded.grads, graded.norms), scale)
     aux, fields = split_fields(aux, logical, recipe.mutable)
     # A tree of parameters may have None in it, and gradients are None where backward has updated.
@@ -100,6 +100,7 @@ def _train(
     metrics = {"loss": loss, "grad_norm": grad_norm(others, norms)}
     finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
     if update is not None and (plan.offloads or done):
+        update.known = graded.sums
         values = [*grads, *jax.tree.leaves((state, fields, finite))]
         streamed = _host_state.Streamed(update, plan, values, done)
         new_state = jax.tree.structure(state).unflatten(streamed.run())

@@ -231,9 +231,10 @@ class StepOptions(GradOptions):
         "auto",
         """when parameters are updated: "after" backward, or in "backward", layer by layer, so that
         no gradients are kept. The latter takes one microbatch, a stack that one `scan` reads, and
-        an optimizer that treats each element by itself (Adam; not clipping by a global norm). The
-        step updates all other parameters after backward. "auto": in backward on GPUs, for state in
-        host memory, or where weights rest whole.""",
+        an optimizer that treats each element by itself (Adam). With a clip by the global norm, it
+        keeps the old state in host memory, and a step that clips runs twice. The step updates all
+        other parameters after backward. "auto": in backward on GPUs, for state in host memory, or
+        where weights rest whole, but not with a clip.""",
         check=_one_of("update", *WHEN),
         flag={"choices": WHEN},
     )
@@ -378,6 +379,8 @@ class Recipe:
     options: TrainOptions | EvalOptions
     # What became of layers in Python loops, for each plan that the step has been traced for.
     layers: dict[Plan, list[str]] = dataclasses.field(default_factory=dict, compare=False)
+    # The leaves of a state, by position, whose old value a step needs to its end.
+    kept: dict[Plan, frozenset[int]] = dataclasses.field(default_factory=dict, compare=False)
 
     @functools.cached_property
     def plan(self) -> Plan | None:

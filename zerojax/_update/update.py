@@ -8,11 +8,12 @@ on state on the devices, such as a global norm, is computed before.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+from jax import Array
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh
 
@@ -29,8 +30,11 @@ class Update:
     """The next leaves of a state as a function of a list of arrays, first of them the gradients.
 
     `shapes` are the types that the plan knows. JAX keeps its traces by function and types. So
-    updates of the same `identity`, which would compute the same, share one `function`.
+    updates of the same `identity`, which would compute the same, share one `function`. `known` are
+    the results of some equations of its program, by their positions.
     """
+
+    known: Mapping[int, Array] = {}
 
     def __init__(
         self, function: Callable[[list], list], shapes: list[PyTree], identity: Hashable = None
@@ -41,7 +45,8 @@ class Update:
         """Returns the update as a program, without operations whose results nothing reads."""
         closed = jax.make_jaxpr(self.function)(list(shapes))
         program = _rules.flat(closed.jaxpr, closed.consts)
-        return program.cut(program.outvars)
+        program = program.cut(program.outvars)
+        return program.knowing(self.known).with_fences() if self.known else program
 
 
 def on_no_mesh() -> AbstractContextManager:

@@ -59,14 +59,16 @@ class MemoryUse:
     donated: Number = None  # arguments whose memory outputs reuse
     on_host: int = 0  # arguments in host memory, which are not counted above
     host_donated: int = 0  # of those, what outputs reuse
+    host_twice: int = 0  # of those, what must stay until its new value is known to be right
     host_temporary: int = 0
     compiled: tuple[int, int] | None = None
 
     @property
     def host_kept(self) -> int:
         """Bytes that wait for backward in host memory: temporary there, and no copy of the
-        state."""
-        return self.host_temporary if self.host_donated == self.on_host else 0
+        state. A step that may run again keeps the old state."""
+        whole = self.host_donated + self.host_twice == self.on_host
+        return self.host_temporary + self.host_twice if whole else 0
 
     @property
     def state(self) -> Number:
@@ -296,7 +298,9 @@ class Reading:
         """Yields the leaves of the state whose memory no output reuses."""
         donated = set(self.module.aliases.values())
         for number, (path, kind) in enumerate(zip(self.paths, self.kinds, strict=True)):
-            if kind in STATE_KINDS and number not in donated:
+            leaf = self.leaves.get(path)
+            stays = self.module.guesses and leaf is not None and leaf.is_on_host
+            if kind in STATE_KINDS and number not in donated and not stays:
                 yield path
 
     def misplaced(self) -> Iterator[tuple[str, str]]:
@@ -348,6 +352,8 @@ class Reading:
             # statistics, as of a batch norm, is followed like a gradient, and may be far larger.
             sizes = (math.prod(x.shape) * max(x.dtype.itemsize, 4) for x in self.plan.params)
             gradients = min(gradients, 2 * sum(sizes))
+        on_host = int(sum(one.nbytes - one.device_bytes for one in parameters))
+        host_donated = int(sum(one.nbytes - one.device_bytes for one in reused))
         return MemoryUse(
             parameters=arguments[_state.PARAMS],
             optimizer=arguments[_state.OPT_STATE],
@@ -358,8 +364,9 @@ class Reading:
             activations=temporary - gathered - gradients,
             outputs=int(self.module.roots[self.module.entry].device_bytes - donated),
             donated=int(donated),
-            on_host=int(sum(one.nbytes - one.device_bytes for one in parameters)),
-            host_donated=int(sum(one.nbytes - one.device_bytes for one in reused)),
+            on_host=on_host,
+            host_donated=host_donated,
+            host_twice=(on_host - host_donated) * self.module.guesses,
             host_temporary=stats.host_temp_size_in_bytes if stats else 0,
         )
 

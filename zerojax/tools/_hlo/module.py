@@ -20,6 +20,7 @@ _HOST_LAYOUT = "S(5)"  # in a layout: XLA's number for the memory of the host
 _ON_CHIP = re.compile(r"T\(.*S\([124]\)|^\{:S\(2\)\}")
 _TILES = re.compile(r"\{[\d,]*:T\(\d")
 _ASYNC_START = 'custom_call_target="AsyncCollectiveStart"'
+_RARE_LOOP = re.compile(r"\b(guessed|restored)/while$")  # scopes of `_features/speculate.py`
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|branch_computations|called_computations|"
@@ -311,6 +312,11 @@ class Module:
             self.roots[computation] = one
         return _unknown(one)
 
+    @functools.cached_property
+    def guesses(self) -> bool:
+        """Whether it is a step that may run a second time, because it guessed."""
+        return bool(re.search(r'guessed/while"', self.text))
+
     def _trip_count(self, loop: Instruction) -> int | None:
         """Returns the iterations of a `while`, if they are known.
 
@@ -318,6 +324,9 @@ class Module:
         """
         if count := loop.attribute(r'known_trip_count":\{"n":"(\d+)"'):
             return int(count)
+        # A step that guesses runs once as a rule, and then puts nothing back.
+        if (count := _runs_rarely(loop)) is not None:
+            return count
         test = self.roots[loop.attribute(r"condition=%?([\w.\-]+)") or loop.body]
         carried, last = loop.operands[0], self.roots[loop.body]
         if test.opcode != "compare" or "direction=LT" not in test.attributes:
@@ -421,6 +430,12 @@ class Module:
             name: dict(row.split(" ", 1) for row in rows.splitlines())
             for name, rows in _TABLE.findall(self.text)
         }
+
+
+def _runs_rarely(loop: Instruction) -> int | None:
+    """Returns how often a loop runs as a rule, if it is one of a step that guesses."""
+    found = _RARE_LOOP.search(loop.op_name)
+    return None if found is None else int(found[1] == "guessed")
 
 
 def _constant(value: Instruction) -> int | None:

@@ -1,0 +1,67 @@
+"""A jitted step that donates its state, except for leaves whose old value it needs to the end.
+
+`jax.jit` donates whole arguments. So here each leaf is an argument.
+"""
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+
+from zerojax import _compat
+from zerojax._types import PyTree
+
+
+class PartlyDonated:
+    """Like `jax.jit(function, donate_argnums=0)`, without donating the leaves at `kept`."""
+
+    def __init__(
+        self, function: Callable[..., PyTree], kept: Collection[int], **options: Any
+    ) -> None:
+        self.function, self.kept, self.options = function, kept, options
+        self.whole: Any = jax.jit(function, **options)
+        self.by_tree: dict[Any, Any] = {}
+
+    def _flat(self, args: tuple, named: dict[str, PyTree]) -> tuple[Any, list]:
+        """Returns the function of leaves, and the leaves."""
+        leaves, treedef = jax.tree.flatten((args, named))
+        if treedef not in self.by_tree:
+
+            def flat(*leaves: Any) -> PyTree:
+                args, named = treedef.unflatten(leaves)
+                return self.function(*args, **named)
+
+            names, places = [""] * len(leaves), treedef.unflatten(range(len(leaves)))
+            bound = inspect.signature(self.function).bind(*places[0], **places[1]).arguments
+            for name, tree in bound.items():
+                for path, at in jax.tree_util.tree_leaves_with_path(tree):
+                    names[at] = name + jax.tree_util.keystr(path)
+            state = jax.tree.leaves(next(iter(bound.values())))
+            donated = [at for k, at in enumerate(state) if k not in self.kept]
+            flat.__name__ = self.function.__name__
+            _compat.name_arguments(flat, names)
+            self.by_tree[treedef] = jax.jit(flat, donate_argnums=donated, **self.options)
+        return self.by_tree[treedef], leaves
+
+    def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
+        jitted, leaves = self._flat(args, named)
+        return jitted(*leaves)
+
+    def lower(self, *args: PyTree, **named: PyTree) -> jax.stages.Lowered:
+        """Lowers it. Compiled, it takes the arguments as this function does."""
+        jitted, leaves = self._flat(args, named)
+        lowered = jitted.lower(*leaves)
+        infos = jax.tree.leaves(lowered.args_info)
+        lowered.args_info = jax.tree.structure((args, named)).unflatten(infos)
+        return lowered
+
+    def trace(self, *args: PyTree, **named: PyTree) -> jax.stages.Traced:
+        return self.whole.trace(*args, **named)
+
+    def clear_cache(self) -> None:
+        for jitted in (self.whole, *self.by_tree.values()):
+            jitted.clear_cache()
+
+    def _cache_size(self) -> int:
+        return sum(jitted._cache_size() for jitted in self.by_tree.values())
