@@ -9,7 +9,7 @@ from zerojax._state.packed import Coding, encoded
 from zerojax._state.state import Leaf
 from zerojax._types import Shape
 
-Read = Callable[[tuple[slice, ...]], np.ndarray]
+ReadRows = Callable[[tuple[slice, ...]], np.ndarray]
 
 
 def as_weight(leaf: Leaf, coding: Coding, shape: Shape) -> Leaf:
@@ -19,7 +19,7 @@ def as_weight(leaf: Leaf, coding: Coding, shape: Shape) -> Leaf:
     return Leaf(leaf.path[:-1], jax.ShapeDtypeStruct(shape, coding.dtype, sharding=sharding))
 
 
-def encoding(read: Read, coding: Coding, shape: Shape) -> Read:
+def encoding(read: ReadRows, coding: Coding, shape: Shape) -> ReadRows:
     """Returns a function that reads rows of bytes, from one that reads a weight of this shape.
 
     The host has one layer of a stack at a time.
