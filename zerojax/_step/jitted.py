@@ -47,10 +47,8 @@ class Step:
         # Looking for infinities, JAX runs it a second time on the same state (`_loss/nans.py`).
         self.donates = recipe.options.donate and not jax.config.jax_debug_infs
         donated = (0,) if self.donates else ()
-        self.function, self.make_jit = (
-            function,
-            functools.partial(jax.jit, function, donate_argnums=donated),
-        )
+        self.function = function
+        self.make_jit = functools.partial(jax.jit, function, donate_argnums=donated)
         self.without_options: Jitted = self.make_jit()
         self.by_plan: dict[Plan | None, tuple[Jitted, _xla_options.XlaOptions]] = {}
         self.checked: set[Plan] = set()
