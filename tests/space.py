@@ -309,7 +309,7 @@ def verified() -> tuple[int, ...]:
 
 # -- rows at random
 
-RARE = ("lion", "lamb", "momentum", "novograd", "scheduled")
+RARE = ("clipped", "loose", "lion", "lamb", "momentum", "novograd", "scheduled")
 CHAINS = tuple(
     " ".join(f"{axis}/{kind}" for axis, kind in zip(mesh.split(), kinds, strict=True))
     for mesh in ("data=8", "node=2 gpu=4", "rack=2 node=2 gpu=2")
