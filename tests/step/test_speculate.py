@@ -112,6 +112,21 @@ def test_other_clips():
     assert all(np.isnan(x).all() for x in jax.tree.leaves(jax.device_get(ours.params["blocks"])))
 
 
+def test_masters_in_parts_and_moments_in_codes():
+    precision = zerojax.Precision(param="bfloat16", master="split", moments="int8")
+    placed = {"stage": 3, "precision": precision}
+    ours, *_ = stepped(CLIPPED, "backward", placed, [QUIET] * 2)
+    plain, *_ = stepped(ADAM, "backward", placed, [QUIET] * 2)
+    assert any(leaf.dtype == np.int8 for leaf in leaves(ours))
+    for a, b in zip(leaves(ours), leaves(plain), strict=True):
+        np.testing.assert_array_equal(a, b)
+    ours, *_ = stepped(CLIPPED, "backward", placed, [QUIET, LOUD])
+    after, *_ = stepped(CLIPPED, "after", placed, [QUIET, LOUD])
+    pairs = zip(jax.tree.leaves(ours.params), jax.tree.leaves(after.params), strict=True)
+    for a, b in (map(np.float32, pair) for pair in pairs):
+        np.testing.assert_allclose(a, b, rtol=1 / 128, atol=1e-6)  # neighbours, at most
+
+
 @pytest.mark.gpu_code
 def test_on_gpus_nothing_is_copied_within_host_memory():
     """Nor by kernels: the audit would find it."""

@@ -130,12 +130,16 @@ class Guess:
             for v, value, usual in zip(invars, self.values, self.is_usual, strict=True)
             if usual and value.dtype == bool
         }
+
+        def is_known(eqn: JaxprEqn) -> bool:
+            return is_var(eqn.invars[0]) and eqn.invars[0] in known  # no literal has a hash
+
         for eqn in program.eqns:
-            if eqn.primitive.name in SHAPED.split() and eqn.invars[0] in known:
+            if eqn.primitive.name in SHAPED.split() and is_known(eqn):
                 known[eqn.outvars[0]] = known[eqn.invars[0]]
 
         def decides(eqn: JaxprEqn) -> bool:
-            return eqn.primitive.name == "select_n" and eqn.invars[0] in known
+            return eqn.primitive.name == "select_n" and is_known(eqn)
 
         def chosen(eqn: JaxprEqn) -> list[Var]:
             if not decides(eqn):
@@ -177,6 +181,6 @@ def _sums(full: Flat, count: int, scalars: Sequence[Var]) -> dict[int, frozenset
         k: grads[eqn.invars[0]]
         for k, eqn in enumerate(full.eqns)
         if id(eqn) in needed and eqn.primitive.name == "reduce_sum"
-        if type_of(eqn.outvars[0]).shape == () and eqn.invars[0] in grads
-        if eqn.invars[0] not in state
+        if type_of(eqn.outvars[0]).shape == () and is_var(eqn.invars[0])
+        if eqn.invars[0] in grads and eqn.invars[0] not in state
     }
