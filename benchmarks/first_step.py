@@ -18,6 +18,7 @@ import statistics
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+os.environ["ZEROJAX_CACHE"] = ""  # each round compiles
 
 import flax.linen as nn
 import jax.numpy as jnp
