@@ -270,6 +270,11 @@ from zerojax._run import processes
 jax.config.update("jax_num_cpu_devices", 3)
 processes.LONELY = 2.0
 zerojax.initialize()
+if os.environ["RANK"] == "1" and sys.argv[1] == "caught":
+    try:
+        sys.exit(7)
+    except SystemExit:
+        raise ValueError("no data is left")
 if os.environ["RANK"] == "1":
     sys.exit({"a status": 3, "a text": "no data is left", "well": 0}[sys.argv[1]])
 time.sleep(6 if sys.argv[1] == "well" else 60)
@@ -277,14 +282,17 @@ print("slept", flush=True)
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("a status", 3), ("a text", 1)])
+ENDED = {"a status": "ended with status 3", "a text": "ended with status 1", "caught": "raised V"}
+
+
+@pytest.mark.parametrize(("how", "code"), [("a status", 3), ("a text", 1), ("caught", 1)])
 def test_sys_exit_ends_all_as_an_exception_does(launched, how, code):
     """JAX would have the process wait five minutes for the others."""
     started = time.monotonic()
     flags = ("-n", "2", "--cpu", "--grace", "20", "program.py", how)
     _, err = ended(launched(LEAVES, *flags, PYTHONPATH=str(ROOT)), code)
     assert time.monotonic() - started < 25, "the other one sleeps for 60 s"
-    assert f"[0] zerojax: process 1 ended with status {code}\n" in err
+    assert f"[0] zerojax: process 1 {ENDED[how]}" in err
     said = err.partition("process 1 failed first")[2]
     assert f"with status {code}. It wrote" in said and ("no data is left" in said) == (code == 1)
 

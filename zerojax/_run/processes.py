@@ -179,6 +179,7 @@ class _SharedEnd:
         self.exit(status)  # type: ignore
 
     def tell(self, kind: type, error: BaseException, trace: Any) -> None:
+        self.status = 1  # whatever `sys.exit` somebody has caught before
         self.show(kind, error, trace)
         self.tell_others(": ".join(filter(None, [f"raised {kind.__name__}", str(error)])))
 
@@ -268,8 +269,9 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def read(key: str) -> str | None:
     """Returns what a process of this run has told the others under a key, if one has."""
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        return _compat.shared_store().key_value_try_get(key)
+    if (store := _compat.shared_store()) is not None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            return store.key_value_try_get(key)
     return None
 
 
