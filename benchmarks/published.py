@@ -1,7 +1,7 @@
 """Steps that others measured and published, compiled for the same GPUs and replayed.
 
 python benchmarks/published.py              # replays the stored schedules and compares
-python benchmarks/published.py --json       # stores the comparison, for docs/calibration.md
+python benchmarks/published.py --json       # stores the comparison, for docs/measured.md
 python benchmarks/published.py --compile    # first compiles rows without a stored schedule
 
 The model, sequence, batch, checkpointing, dtypes and mesh follow the source; the step is this

@@ -13,7 +13,7 @@ import render_paper
 HERE = pathlib.Path(__file__).parent
 DOCS = HERE.parent / "docs"
 PAGES = tuple(
-    DOCS / f"{name}.md" for name in ("calibration", "choosing", "groups", "loss", "paper", "wires")
+    DOCS / f"{name}.md" for name in ("measured", "groups", "loss", "paper", "wires")
 ) + (HERE / "README.md",)
 MEMORY_GIB = 80e9 / 2**30  # of the GPUs in the tables
 FLAGS = {

@@ -6,21 +6,21 @@ import os
 import pathlib
 import posixpath
 import re
+import textwrap
 
 import errors
 import links
 import packaging.version
 
 ROOT = pathlib.Path(__file__).parents[1]
+README = ROOT / "README.md"
 LOG = logging.getLogger("mkdocs.zerojax")  # under mkdocs, so that --strict fails on warnings
-SNIPPET = '--8<-- "README.md:program"'
-PROGRAM = f"""??? example "The program that this page's code continues from"
-
-    {SNIPPET}
-
-"""
 # Text that a page shares with the README: a link on GitHub, the text itself on the site.
-INCLUDED = re.compile(r"^\[.*\]\(\.\./README\.md#.*\) <!-- (README\.md:\w+) -->$", re.MULTILINE)
+INCLUDED = re.compile(r"^\[.*\]\(\.\./README\.md#.*\) <!-- README\.md:(\w+) -->$", re.MULTILINE)
+# Blocks that follow one another, whose first lines say for which kind of model they are.
+TAB = re.compile(
+    r"^```python\n# (?P<kind>Flax nnx|TrainState)\n(?P<code>(?:(?!```).*\n)*)```\n+", re.MULTILINE
+)
 # On GitHub the browser's setting chooses one of two pictures; on the site a button does so too.
 PICTURE = re.compile(
     r"""<picture>
@@ -41,13 +41,31 @@ def on_config(config):
 
 
 def on_page_markdown(markdown, page, **_):
-    """Adds the program that a page's code continues from, the messages, and both pictures."""
+    """Adds the program that a page's code continues from, the messages, pictures and tabs."""
     markdown = re.sub("<!-- messages -->", lambda _: errors.markdown(), markdown)
-    markdown = PICTURE.sub(IMAGES, INCLUDED.sub(r'--8<-- "\1"', markdown))
+    markdown = PICTURE.sub(IMAGES, INCLUDED.sub(lambda link: of_readme(link[1]), markdown))
     first = re.search(r"^```python\n(.*?)```", markdown, flags=re.MULTILINE | re.DOTALL)
-    if SNIPPET in markdown or first is None or "import jax\n" in first[1]:  # a program of its own
-        return markdown
-    return re.sub(r"^```python$", rf"{PROGRAM}\g<0>", markdown, count=1, flags=re.MULTILINE)
+    program = of_readme("program")
+    if first is not None and "import jax\n" not in first[1] and program not in markdown:
+        title = '??? example "The program that this page\'s code continues from"\n\n'
+        shown = title + textwrap.indent(tabbed(program), " " * 4) + "\n"
+        markdown = markdown[: first.start()] + shown + markdown[first.start() :]
+    return tabbed(markdown)
+
+
+def of_readme(part):
+    """Returns the text between two marks of the README."""
+    return re.search(f"<!-- {part} -->\n(.*?)<!-- /{part} -->", README.read_text(), re.DOTALL)[1]
+
+
+def tabbed(markdown):
+    """Shows the same code for different kinds of models as tabs."""
+
+    def tab(block):
+        code = textwrap.indent(f"```python\n{block['code']}```\n", " " * 4)
+        return f'=== "{block["kind"]}"\n\n{code}\n'
+
+    return TAB.sub(tab, markdown)
 
 
 def on_page_content(html, page, files, **_):

@@ -28,7 +28,7 @@ def run(*arguments: str) -> str:
 
 
 def main() -> None:
-    program = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    program = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[2]
     printed = run("-c", program + EVERY_NAME)
     assert "ZeRO stage 3 over data=8" in printed, printed
     where = printed.splitlines()[-1]

@@ -11,6 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import zerojax
 from tests.processes import ROOT, output
@@ -27,6 +28,13 @@ def blocks(page, language):
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
+def codes(page):
+    """A page's code for a Flax nnx model, and all other code."""
+    parts = blocks(page, "python")
+    nnx = [part for part in parts if part.startswith("# Flax nnx\n")]
+    return nnx, [part for part in parts if part not in nnx]
+
+
 def run(directory, *parts):
     """What a program prints, started as a user's."""
     (directory / "page.py").write_text("\n".join(parts))
@@ -34,18 +42,31 @@ def run(directory, *parts):
 
 
 def test_the_readme_is_a_program(tmp_path):
-    two_lines, program, *rest = blocks(README, "python")
-    printed = run(tmp_path, program, "data = [batch] * 2", two_lines, *rest)
-    assert re.search(r"loss 0\.\d+, w1 \(8, 512\)", printed), printed
-    assert "ZeRO stage 3 over data=8" in printed
+    for (two_lines, program, *rest), shown in zip(codes(README), ("up", "w1"), strict=True):
+        printed = run(tmp_path, program, "data = [batch] * 2", two_lines, *rest)
+        assert re.search(rf"loss 0\.\d+, {shown} \(8, 512\)", printed), printed
+        assert "ZeRO stage 3 over data=8" in printed
 
 
 @pytest.fixture(scope="module")
 def readme():
-    """What the README's program leaves: the pages go on from there."""
-    names = {"__name__": "__main__"}
-    exec(blocks(README, "python")[1].replace(DEVICES, ""), names)
-    return names
+    """What the README's two programs leave: the pages go on from there."""
+
+    def names_of(program):
+        names = {"__name__": "__main__"}
+        exec(program.replace(DEVICES, ""), names)
+        return names
+
+    return [names_of(program) for _, program in codes(README)]
+
+
+def copied(names):
+    """With arrays of their own: steps donate them."""
+    if "model" not in names:
+        return {**names, "state": jax.tree.map(jnp.copy, names["state"])}
+    graph, arrays = nnx.split((names["model"], names["optimizer"]))
+    model, optimizer = nnx.merge(graph, jax.tree.map(jnp.copy, arrays))
+    return {**names, "model": model, "optimizer": optimizer}
 
 
 @pytest.mark.parametrize(
@@ -58,24 +79,31 @@ def readme():
 )
 @pytest.mark.filterwarnings("default")  # as for a user
 def test_pages_run(page, readme, tmp_path, monkeypatch, as_it_was):
-    """All in this process, from the README's program on; some are programs of their own."""
+    """All in this process, from the README's programs on; some are programs of their own.
+
+    Code for nnx runs after the page's other code, and has its names.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.setattr(zerojax, "initialize", lambda: 1)  # too late in this process
-    code, before = "\n".join(blocks(page, "python")), dict(jax.config.values)
-    names = {"__name__": "__main__"}
-    if DEVICES not in code:
-        names = {**readme, "state": jax.tree.map(jnp.copy, readme["state"])}
-    exec(compile(code.replace(DEVICES, ""), page.name, "exec"), names)
+    before = dict(jax.config.values)
+    nnx_code, code = ("\n".join(part).replace(DEVICES, "") for part in codes(page))
+    own = DEVICES in page.read_text()
+    names = {"__name__": "__main__"} if own else copied(readme[1])
+    exec(compile(code, page.name, "exec"), names)
+    if nnx_code:
+        exec(compile(nnx_code, page.name, "exec"), names if own else names | copied(readme[0]))
     assert dict(jax.config.values) == before, "it would change the tests that follow"
 
 
 @pytest.mark.gpu_code
 def test_the_forecasts_on_the_pages_run(tmp_path):
     (code,) = [block for block in blocks(ROOT / "docs/gpus.md", "py") if "forecast(" in block]
-    (nnx,) = [block for block in blocks(ROOT / "docs/models.md", "python") if "nnx_step =" in block]
+    (nnx_step,) = [
+        block for block in blocks(ROOT / "docs/models.md", "python") if "nnx_step =" in block
+    ]
     (of_nnx,) = blocks(ROOT / "docs/models.md", "py")
-    printed = run(tmp_path, blocks(README, "python")[1], code, nnx, of_nnx)
+    printed = run(tmp_path, codes(README)[1][1], code, nnx_step, of_nnx)
     assert printed.count("8xH100, ") == 3 and "Fastest that fits" in printed, printed
     assert printed.count("all-gather") > 0, printed
 
@@ -93,7 +121,7 @@ ELSEWHERE = {
     "make test": (".ci/run", "make .* test "),
     INSTALL: ("Makefile", re.escape(INSTALL).replace("install", r"install \S+ \S+") + "\n"),
     f"export {XLA_FLAG}": ("tests/**/*.py", f'"{XLA_FLAG}"\n'),
-    f"export {GRAPHS}": ("docs/profiling.md", re.escape(GRAPHS)),
+    f"export {GRAPHS}": ("docs/logging.md", re.escape(GRAPHS)),
     # Take minutes, and are given there to what compiles nothing.
     f"zerojax {CHOOSE}": ("tests/**/*.py", f'"{CHOOSE} --axis batch"'),
     f"zerojax {STUDY}": ("tests/**/*.py", f'"{STUDY}"'),

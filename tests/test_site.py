@@ -16,6 +16,7 @@ import zerojax
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+PROGRAM = "model, optimizer = zerojax.nnx.shard(make, stage=3)"
 griffe = types.SimpleNamespace(Extension=object, Object=None, Function=None, GriffeLoader=None)
 
 
@@ -74,12 +75,20 @@ def test_a_notebooks_links_into_the_repository_lead_to_pages(caplog):
 
 def test_a_page_with_code_has_the_program_that_it_continues_from():
     shown = hooks.on_page_markdown("# A\n\n```python\n1\n```\n\n```python\n2\n```\n", page=None)
-    assert shown.count(hooks.SNIPPET) == 1
-    assert shown.index("# A") < shown.index(hooks.SNIPPET) < shown.index("```python\n1")
+    assert shown.count(PROGRAM) == 1
+    assert shown.index("# A") < shown.index(PROGRAM) < shown.index("```python\n1")
     text = "```bash\nls\n```\n"
     assert hooks.on_page_markdown(text, page=None) == text
     whole = "```python\nimport jax\n```\n"
     assert hooks.on_page_markdown(whole, page=None) == whole
+
+
+def test_code_for_two_kinds_of_models_is_shown_as_tabs():
+    block = "```python\n# {}\nif a:\n\n    b()\n```\n\n"
+    text = "```python\nimport jax\n```\n\n" + block.format("Flax nnx") + block.format("TrainState")
+    tab = '=== "{}"\n\n    ```python\n    if a:\n\n        b()\n    ```\n\n'
+    shown = hooks.on_page_markdown(text + "More.\n", page=None)
+    assert shown.endswith(tab.format("Flax nnx") + tab.format("TrainState") + "More.\n"), shown
 
 
 def test_pages_are_written_for_github_and_shown_by_the_site():
@@ -91,8 +100,8 @@ def test_pages_are_written_for_github_and_shown_by_the_site():
     index, groups, stages = (
         hooks.on_page_markdown(texts[name], page=None) for name in ("index", "groups", "stages")
     )
-    assert "../README.md" not in index and index.count(hooks.SNIPPET) == 1
-    assert '--8<-- "README.md:stages"\n' in stages
+    assert "../README.md" not in index and index.count(PROGRAM) == 1
+    assert hooks.of_readme("stages") in stages
     for name, shown in (("index", index), ("groups", groups)):
         alt, light = re.search(r'<img alt="(.+)" src="(.+)">', texts[name]).groups()
         dark = light.replace("light", "dark")

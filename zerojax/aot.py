@@ -57,7 +57,7 @@ def mesh(
         gpus: how many of which GPU: T4, L4, L40S, A10G, RTX4090, RTX5090, V100-16GB, V100-32GB,
             A100-40GB, A100-80GB, H20, H100, H200, B200, B300, or the superchips GH200, GB200 and
             GB300. `docs/gpus.md` says what is known of each. Or TPUs v5e, v5p or v6e and the shape
-            of their slice: `docs/tpus.md`.
+            of their slice: `docs/limits.md`.
         shape, axis_names: as in `jax.make_mesh`; by default one axis, `data`, over all of them.
         per_host: the number of GPUs on a host; fewer GPUs than that are on one host. The hosts of
             TPUs follow from their slice.

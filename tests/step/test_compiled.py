@@ -157,6 +157,18 @@ def test_a_step_with_a_callback_cannot_be_saved(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_step_that_has_run_is_loaded_on_an_axis_of_size_1(tmp_path):
+    """XLA's shardings leave the axis out; those of the plan, which the step is traced with, do not."""
+    mesh = zerojax.mesh(node=1, gpu=8)
+    make = lambda: TrainState.create(apply_fn=None, params={"w": jnp.ones((32, 64))}, tx=TX)
+    state = zerojax.shard_train_state(make, stage=3, mesh=mesh, axis=("gpu", "node"))
+    step, rows = zerojax.train_step(loss), zerojax.shard_batch(ROWS, plan=state)
+    state, _ = step(state, rows)
+    step.compile(state, rows).save(tmp_path / "step.bin")
+    loaded = zerojax.load_step(tmp_path / "step.bin", zerojax.train_step(loss), state, rows)
+    assert_close(loaded(state, rows)[1]["loss"], loss({"w": np.full((32, 64), 0.99)}, ROWS), 1e-5)
+
+
 def test_a_step_of_nnx_is_compiled_saved_and_loaded(tmp_path):
     def make():
         model = nnx.Linear(32, 64, rngs=nnx.Rngs(0))

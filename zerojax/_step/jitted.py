@@ -33,6 +33,21 @@ from zerojax._types import PyTree, kinds_of
 Jitted: TypeAlias = Any  # the result of `jax.jit`; JAX declares only half of its methods
 
 
+def _spelled_as_planned(args: Sequence[PyTree], plan: Plan) -> list[PyTree]:
+    """Gives a state's arrays the plan's shardings.
+
+    What XLA returns names no axes of size 1, and would be lowered to another text.
+    """
+    leaves, treedef = jax.tree.flatten(args[0])
+    there = [
+        jax.device_put(leaf, sharding)
+        if isinstance(leaf, jax.Array) and not _move.is_elsewhere(leaf, sharding)
+        else leaf
+        for leaf, sharding in zip(leaves, plan.shardings, strict=True)
+    ]
+    return [treedef.unflatten(there), *args[1:]]
+
+
 # [Note: when a step is compiled]
 # A step is compiled with XLA options that depend on its loops, on the bytes of a layer and on the
 # GPUs. None of these is known when a loss becomes a step: the plan comes with the state. So the
@@ -91,7 +106,7 @@ class Step:
     def _lowered(self, args: Sequence[PyTree]) -> tuple[jax.stages.Lowered, Plan, Facts]:
         """Returns the lowered step, its plan, and what its program depends on."""
         plan = _arguments.find_plan(args[0] if args else None, self.recipe.plan)
-        lowered = self.for_args(*args).lower(*args)
+        lowered = self.for_args(*args).lower(*_spelled_as_planned(args, plan))
         # A jaxpr would not say what JAX makes of it: how it draws random numbers, which blocks a
         # kernel reads.
         facts = self.facts(plan, _fingerprint.of_shapes(args[1:]), lowered.as_text())

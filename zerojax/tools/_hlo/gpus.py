@@ -10,7 +10,7 @@ from typing import Any
 
 # The shares of the data sheet's figures that well-tuned programs reach, measured on H100s: 600 of
 # 989 TFLOP/s in bf16 matmuls, 2.7 of 3.35 TB/s of memory, 350 of 450 GB/s over NVLink. Published
-# steps agree: docs/calibration.md.
+# steps agree: docs/measured.md.
 REACHED_FLOPS, REACHED_MEMORY, REACHED_LINK = 600 / 989, 2.7 / 3.352, 350 / 450
 REACHED_HOST = 50 / 64
 # NVIDIA's driver lets no GeForce read another's memory, and NCCL copies through the host's:
@@ -19,8 +19,8 @@ REACHED_HOST = 50 / 64
 # as 8 RTX 5090s). With a patched driver, four RTX 4090s reached 26 of 32
 # (tinygrad/open-gpu-kernel-modules#36).
 REACHED_THROUGH_HOST = 35 / 64
-REACHED_FLOPS_A100 = 0.67  # fitted to published steps: docs/calibration.md
-# cuDNN's causal attention, forward and backward, as published for H100s: docs/calibration.md.
+REACHED_FLOPS_A100 = 0.67  # fitted to published steps: docs/measured.md
+# cuDNN's causal attention, forward and backward, as published for H100s: docs/measured.md.
 REACHED_ATTENTION = 0.5
 # NVIDIA's Grace benchmarking guide expects 80 to 95% of the data sheet's rate in STREAM.
 REACHED_HOST_MEMORY = 0.8
