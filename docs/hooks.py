@@ -28,6 +28,8 @@ PICTURE = re.compile(
   <img alt="(?P<alt>.+)" src="(?P<light>.+)">
 </picture>"""
 )
+# A public name and what it does, where the site shows its whole docstring.
+NAME = re.compile(r"^- `(zerojax\.[\w.]+)`: .+\n(?:  .+\n)*", re.MULTILINE)
 IMAGES = r"![\g<alt>](\g<light>#only-light)\n![\g<alt>](\g<dark>#only-dark)"
 HREF = re.compile(r'(?<=href=")(?!\w+:|#|/)([^"#]+)(?=["#])')
 
@@ -43,6 +45,8 @@ def on_config(config):
 def on_page_markdown(markdown, page, **_):
     """Adds the program that a page's code continues from, the messages, pictures and tabs."""
     markdown = re.sub("<!-- messages -->", lambda _: errors.markdown(), markdown)
+    if page is not None and page.file.src_uri == "reference.md":
+        markdown = NAME.sub(r"::: \1\n", markdown)
     markdown = PICTURE.sub(IMAGES, INCLUDED.sub(lambda link: of_readme(link[1]), markdown))
     first = re.search(r"^```python\n(.*?)```", markdown, flags=re.MULTILINE | re.DOTALL)
     program = of_readme("program")

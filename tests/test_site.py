@@ -83,6 +83,13 @@ def test_a_page_with_code_has_the_program_that_it_continues_from():
     assert hooks.on_page_markdown(whole, page=None) == whole
 
 
+def test_the_reference_shows_docstrings():
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="reference.md"))
+    text = "# A\n\n- `zerojax.plan`: Decides\n  where.\n- `zerojax.run.log`: Prints.\n\n- Not `this`: x\n"
+    shown = "# A\n\n::: zerojax.plan\n::: zerojax.run.log\n\n- Not `this`: x\n"
+    assert hooks.on_page_markdown(text, page=page) == shown
+
+
 def test_code_for_two_kinds_of_models_is_shown_as_tabs():
     block = "```python\n# {}\nif a:\n\n    b()\n```\n\n"
     text = "```python\nimport jax\n```\n\n" + block.format("Flax nnx") + block.format("TrainState")

@@ -172,8 +172,12 @@ def test_public_names_are_documented(name):
 
 def test_public_names_are_in_the_reference():
     page = (ROOT.parent / "docs" / "reference.md").read_text()
-    listed = re.findall(r"^::: zerojax\.([\w.]+)$", page, flags=re.MULTILINE)
-    assert set(listed) == {*NAMED, "aot", "nnx"} and len(listed) == len(set(listed))
+    listed = re.findall(r"^- `zerojax\.([\w.]+)`: (.+\n(?:  .+\n)*)", page, flags=re.MULTILINE)
+    said = {name: " ".join(text.split()) for name, text in listed}
+    values = {**NAMED, "aot": zerojax.aot, "nnx": zerojax.nnx}
+    firsts = {name: inspect.getdoc(value).split("\n\n")[0] for name, value in values.items()}
+    assert said == {name: " ".join(text.split()) for name, text in firsts.items()}
+    assert len(listed) == len(said)
 
 
 @pytest.mark.parametrize("name", sorted(NAMED))
