@@ -13,7 +13,7 @@ import render_paper
 HERE = pathlib.Path(__file__).parent
 DOCS = HERE.parent / "docs"
 PAGES = tuple(
-    DOCS / f"{name}.md" for name in ("measured", "groups", "loss", "paper", "wires")
+    DOCS / f"{name}.md" for name in ("../README", "measured", "groups", "loss", "paper", "wires")
 ) + (HERE / "README.md",)
 MEMORY_GIB = 80e9 / 2**30  # of the GPUs in the tables
 FLAGS = {
@@ -169,6 +169,20 @@ def largest() -> str:
     rows = [[gpu, *(shown(gpu, host) for host in hosts)] for gpu in gpus]
     header = ["GPU", "nothing there", *hosts[1:]]
     return _table(header, rows, {"device": "One GPU", **stored})
+
+
+def machines() -> str:
+    """Renders what the README's readers can train."""
+    rows = []
+    for row in _stored("machines.json")["rows"]:
+        model, _, _, *options = row["arguments"].split()
+        stage = options[options.index("--stages") + 1]
+        offload = ", state in host memory" if "--offload" in options else ""
+        peak = f"{row['peak_gib']:.1f} of {row['usable_gib']:.1f} GiB"
+        size = model.upper() + offload
+        rows.append([row["row"], size, stage, peak, f"{row['tokens_per_s']:,}"])
+    header = ["you have", "you train, for example", "stage", "peak of a GPU", "tokens/s"]
+    return _rows(header, rows)
 
 
 GROUPS = {
@@ -410,7 +424,8 @@ def _line(cells: list[str]) -> str:
 
 def rendered(text: str) -> str:
     mark = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
-    return mark.sub(lambda m: m[1] + TABLES[m[2]]() + "\n" + m[3], text)
+    is_table = lambda m: m[2] in TABLES  # the README has marks for parts of its text, too
+    return mark.sub(lambda m: m[1] + TABLES[m[2]]() + "\n" + m[3] if is_table(m) else m[0], text)
 
 
 TABLES = {
@@ -422,6 +437,7 @@ TABLES = {
     "memory": memory,
     "gpu": gpu,
     "largest": largest,
+    "machines": machines,
     "groups": groups,
     "chunks": chunks,
     "layered": layered,

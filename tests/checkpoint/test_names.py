@@ -259,5 +259,5 @@ def test_the_layouts_of_the_guide_are_what_it_says(tmp_path, text, shape, want):
     like = {name: np.zeros_like(wanted) for name in names}
     params = import_safetensors(saved(tmp_path, {"t": stored}), like, names=names)
     assert_equal_bits(params[f"w_{parts // 2}"], wanted)
-    assert f"`{text}`" in (ROOT / "docs" / "huggingface.md").read_text()
+    assert f"`{text}`" in (ROOT / "docs" / "weights.md").read_text()
     assert_equal_bits(exported(tmp_path / "w", params, names), {"t": stored})
