@@ -46,8 +46,8 @@ def _spell_out_options(func: griffe.Function) -> None:
             for name, one in inspect.signature(function).parameters.items()
         )
     )
-    func.docstring = griffe.Docstring(inspect.getdoc(function), parent=func)
-    func.docstring.value = spelled(func.docstring.value)
+    assert func.docstring is not None  # keep it: it has the settings of the parser
+    func.docstring.value = spelled(inspect.getdoc(function))
 
 
 def spelled(text: str) -> str:

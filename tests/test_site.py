@@ -167,6 +167,19 @@ def test_arguments_that_share_a_text_have_a_line_each():
     assert extension.spelled(heading + before + example) == heading + after + shown
 
 
+def test_options_that_are_declared_elsewhere_are_shown_as_arguments(monkeypatch):
+    monkeypatch.setattr(extension.griffe, "Parameter", lambda *a, **k: a[0], raising=False)
+    monkeypatch.setattr(extension.griffe, "Parameters", lambda *names: names, raising=False)
+    monkeypatch.setattr(extension.griffe, "ParameterKind", str, raising=False)
+    docstring = types.SimpleNamespace(value="{options}", parser="google")
+    module = types.SimpleNamespace(path="zerojax")
+    function = types.SimpleNamespace(module=module, name="train_step", docstring=docstring)
+    extension._spell_out_options(function)
+    assert {"accumulate", "precision"} <= set(function.parameters)
+    assert function.docstring is docstring  # whose parser finds the arguments
+    assert re.search(r"\n    accumulate: .*microbatches", docstring.value)
+
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FIRST = "# Where zerojax is"
 
