@@ -1,4 +1,4 @@
-"""Trains a small byte-level GPT at ZeRO stage 3, then shows what each stage costs in memory.
+"""Trains a small byte-level GPT at ZeRO stage 3, checks a step, and shows the memory of each stage.
 
     python examples/demo.py                     # 8 emulated CPU devices, or your GPUs
     python examples/demo.py --stage 1 --steps 50 --accumulate 2
@@ -106,18 +106,32 @@ def sample_batch(text, rng, rows, tokens):
     return np.stack([text[s : s + tokens + 1] for s in starts]).astype(np.int32)
 
 
+# ---- what you get for it
+
+
+def checked(step, state, batch):
+    """Prints that the step is right, and what it sends."""
+    zerojax.verify(step, state, batch).check()  # raises where a leaf differs
+    print("verify: loss, gradients and new state are those of one device")
+    report = zerojax.audit(step, state, batch).check()  # raises where XLA breaks the stage's promise
+    sent = collections.Counter()
+    for one in report.traffic:
+        sent[one.kind] += one.wire_bytes
+    parts = [f"{n / 2**20:.2f} MiB by {kind}" for kind, n in sent.most_common() if n > 2**10]
+    print(f"audit:  in a step, each device sends {', '.join(parts) or 'nothing'}")
+
+
 def memory_by_stage(make_state):
-    rows = [("stage", "parameters", "optimizer state", "in all, per device", "of stage 0")]
+    print(f"\nMemory between steps on each of {len(jax.devices())} devices, by stage:")
     replicated = None
     for stage in range(4):
         nbytes = zerojax.plan(make_state, stage=stage).bytes_per_device()
         total = sum(nbytes.values())
         replicated = replicated or total
-        mib = [f"{n / 2**20:.2f} MiB" for n in (nbytes["params"], nbytes["opt_state"], total)]
-        rows.append((str(stage), *mib, f"{total / replicated:.0%}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  " + "   ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)))
+        bar = "█" * round(30 * nbytes["params"] / replicated)
+        bar += "▒" * round(30 * nbytes["opt_state"] / replicated)
+        print(f"  {stage}  {bar:30}  {total / 2**20:5.2f} MiB  {total / replicated:4.0%}")
+    print("     █ parameters  ▒ optimizer state")
 
 
 def main():
@@ -150,7 +164,7 @@ def main():
     table = state.params["embed"]
     shards = [shard.data.shape for shard in table.addressable_shards]
     print(f"the embedding is {table.shape}; each device has {shards[0]}\n")
-    print(f"Bytes between steps on each of {len(devices)} devices:")
+    checked(step, state, sample_batch(text, rng, args.batch, args.tokens))
     memory_by_stage(make_state)
 
 
