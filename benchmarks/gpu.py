@@ -1,14 +1,19 @@
-"""Measures one real GPU against a loop written with only optax, and with state in host memory.
+"""Measures real GPUs: one of them against a loop written with only optax, and all in each way.
 
-    python benchmarks/gpu.py                                 # prints a table, in under 10 minutes
-    python benchmarks/gpu.py --json benchmarks/gpu_h200.json # stores it too
-    python benchmarks/gpu.py --host --json benchmarks/gpu_h200.json # adds host memory, under 9
+    python benchmarks/gpu.py                # one GPU, in under 10 minutes; prints a table
+    python benchmarks/gpu.py --ways --json  # all GPUs, in under 10 minutes: stages, loops, host
+                                            # memory, codes, against annotations and the forecast
+    python benchmarks/gpu.py --host --json  # one GPU with state in host memory, in under 9
+
+`--json` stores the cases in `benchmarks/gpu_<GPUs>.json`, beside those that it has; another name
+may follow. `python benchmarks/render.py` then shows them in docs/measured.md.
 
 Each case runs in a process of its own, so that it has a peak memory of its own. The two programs
 alternate in it. Without a GPU, the benchmark says so and exits with 0.
 """
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import gc
@@ -16,6 +21,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -23,9 +29,11 @@ import time
 
 import jax
 import jax.numpy as jnp
+import looped
 import numpy as np
 import optax
 import results
+import rivals
 from flax.training.train_state import TrainState
 from jax.sharding import SingleDeviceSharding
 
@@ -45,6 +53,7 @@ MODELS = {
 CASES = ("tests", "124m", "1.5b", "search", "largest")
 SECONDS = {"tests": 180, "124m": 90, "1.5b": 110, "search": 90, "largest": 75}  # under 10 minutes
 BOTH = ("opt_state", "params")
+NAMED_BY_GPUS = "gpu_<GPUs>.json"
 ON_HOST = {  # the parts of the 1.5B in host memory: `offload=`, `activations=`
     "host: nothing": (None, None),
     "host: opt_state": ("opt_state", None),
@@ -53,6 +62,13 @@ ON_HOST = {  # the parts of the 1.5B in host memory: `offload=`, `activations=`
 }
 HOST_CASES = ("copies", *ON_HOST)
 SECONDS |= dict.fromkeys(HOST_CASES, 150)  # under 9 minutes
+WAYS = {  # on all GPUs: options of a state, options of a step, and whether its layers are in a scan
+    **{f"stage {stage}": ({"stage": stage}, {}, True) for stage in range(4)},
+    "stage 3, a Python loop": ({}, {}, False),
+    "stage 3, optimizer state on the host": ({"offload": "opt_state"}, {}, True),
+    "stage 3, weights travel in int8": ({}, {"precision": zerojax.Precision(gather="int8")}, True),
+}
+SECONDS |= dict.fromkeys(WAYS, 80)  # under 10 minutes
 
 
 # ---- the two programs
@@ -148,6 +164,59 @@ def measure(model, rows, alone=False):
         "peak_gib": round(peak / GIB, 3),
         "forecast_peak_gib": round(report.memory.peak / GIB, 3),
     }
+
+
+def sixteen_bits():
+    """Returns what a GPU computes in: those before the A100's generation have no bfloat16."""
+    gpu = _gpus.of_device_kind(jax.devices()[0].device_kind)
+    return gpu.half if gpu else "bfloat16"
+
+
+def measure_way(model, rows, of_state, of_step, is_scan):
+    """Measures a way to train on all GPUs against sharding annotations, and against its forecast."""
+    model = dataclasses.replace(model, compute=sixteen_bits())
+    if not is_scan:
+        model = looped.Looped(**vars(model))
+    batch = zerojax.shard_batch(random_batch(model, rows * jax.device_count()))
+
+    def way(model):
+        def make_state():
+            return TrainState.create(apply_fn=None, params=make_params(model), tx=optax.adamw(1e-4))
+
+        step = zerojax.train_step(model.losses(("full",))["full"], **of_step)
+        return step, zerojax.shard_train_state(make_state, **of_state)
+
+    mine = Running(way, model, batch)
+    report = zerojax.audit(mine.step, mine.state, batch)
+    mine.turn()  # compiles
+    peak = stats("peak_bytes_in_use")
+    theirs = Running(annotated, model, batch)
+    theirs.turn()
+    take_turns(mine, theirs)
+    pairs = list(zip(mine.seconds[1:], theirs.seconds[1:], strict=True))
+    seconds = statistics.median(a for a, _ in pairs)
+    return {
+        "params": model.n_params,
+        "rows": rows,
+        "step_ms": round(1e3 * seconds, 2),
+        "to_annotations": round(statistics.median(a / b for a, b in pairs), 4),
+        "tokens_per_s": round(len(batch) * model.tokens / seconds),
+        "modelled_ms": round(1e3 * report.step_seconds, 2) if report.step_seconds else None,
+        "peak_gib": round(peak / GIB, 3),
+        "forecast_peak_gib": round(report.memory.peak / GIB, 3),
+    }
+
+
+def annotated(model):
+    """Returns FSDP by annotations of parameters and activations, with random weights."""
+    step, state = rivals.STEPS["annotations, blocks"](model, zerojax.mesh(data=-1), "full", 1)
+
+    def make_state():
+        return TrainState.create(apply_fn=None, params=make_params(model), tx=state.tx)
+
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+    rests = jax.jit(make_state, out_shardings=places)()
+    return (lambda state, batch: step(state, batch)), rests
 
 
 def measure_on_host(model, rows, offload, activations):
@@ -289,47 +358,63 @@ def case(name, layers):
     if name in ON_HOST:
         model = MODELS["1.5b" if jax.default_backend() == "gpu" else "tiny"]
         return measure_on_host(*model, *ON_HOST[name])
+    if name in WAYS:
+        model = MODELS["124m" if jax.default_backend() == "gpu" else "tiny"]
+        return measure_way(model[0], 8 if model[0] is not TINY else 1, *WAYS[name])
     if name == "largest":
         return measure(with_layers(layers) if layers else TINY, 1, alone=True)
     return measure(*MODELS[name])
 
 
-def has_gpu():
-    """Asks in a process of its own, because the question takes the GPU's memory."""
-    ask = "import jax; d = jax.devices()[0]; print(d.platform, d.device_kind, sep='|')"
+def gpus_here():
+    """Returns their number and kind, from a process of its own: the question takes their memory."""
+    ask = "import jax; d = jax.devices(); print(d[0].platform, len(d), d[0].device_kind, sep='|')"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
-    platform, _, kind = done.stdout.strip().partition("|")
-    return kind if platform in ("gpu", "cuda") else None
+    platform, *found = done.stdout.strip().split("|")
+    return found if platform in ("gpu", "cuda") else None
+
+
+def driver():
+    path = pathlib.Path("/proc/driver/nvidia/version")
+    found = re.search(r"Module +([\d.]+)", path.read_text()) if path.exists() else None
+    return found[1] if found else "unknown"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=results.file)
+    parser.add_argument("--json", type=results.file, nargs="?", const=HERE / NAMED_BY_GPUS)
     parser.add_argument(
-        "--case", choices=(*CASES, *HOST_CASES, "tiny"), help="only this case, in this process"
+        "--case", choices=(*CASES, *HOST_CASES, *WAYS, "tiny"), help="only this case, in this process"
     )
-    parser.add_argument("--host", action="store_true", help="only the cases of host memory")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--host", action="store_true", help="one GPU with state in host memory")
+    which.add_argument("--ways", action="store_true", help="all GPUs, in each way")
     parser.add_argument("--layers", type=int, default=0, help="of the largest (0: a tiny one)")
     args = parser.parse_args()
     if args.case:
         print(json.dumps(case(args.case, args.layers)))
         return
-    device = has_gpu()
-    if device is None:
+    found = gpus_here()
+    if found is None:
         print("No GPU here, so nothing to measure. With one: pip install '.[gpu]', and again.")
         return
+    count, device = found
     started = time.perf_counter()
     record = {
-        "device": device,
+        "device": f"{count} x {device}" if count != "1" else device,
+        "driver": driver(),
         "jax": jax.__version__,
         "jaxlib": jax.lib.__version__,
         "date": str(datetime.date.today()),
         "cases": {},
     }
-    if args.host and args.json and args.json.exists():
+    if args.json and args.json.name == NAMED_BY_GPUS:
+        short = re.sub(r"\W+", "_", record["device"].lower().replace("nvidia ", ""))
+        args.json = HERE / f"gpu_{short}.json"
+    if args.json and args.json.exists():
         record["cases"] = json.loads(args.json.read_text())["cases"]
-    print(f"{device}, JAX {record['jax']}")
-    for name in HOST_CASES if args.host else CASES:
+    print(f"{record['device']}, driver {record['driver']}, JAX {record['jax']}")
+    for name in HOST_CASES if args.host else WAYS if args.ways else CASES:
         layers = record["cases"].get("search", {}).get("layers", 0)
         if name == "largest" and not layers:
             continue  # the search says why

@@ -362,6 +362,32 @@ def gpu() -> str:
     return "\n\n".join(tables) or _rows(header, empty)
 
 
+WANTED = ("2 x Tesla T4", "NVIDIA H200", "8 x NVIDIA H100 80GB HBM3")
+
+
+def ways() -> str:
+    """Renders steps on all GPUs of a machine beside annotations and forecasts, and what is missing."""
+    stored = [json.loads(path.read_text()) for path in sorted(HERE.glob("gpu_*.json"))]
+    header = ["way", "step", "of annotations", "tokens/s", "forecast", "peak", "forecast"]
+    tables, measured = [], set()
+    for one in stored:
+        cases = {name: case for name, case in one["cases"].items() if "to_annotations" in case}
+        if cases:
+            measured.add(one["device"])
+            tables.append(_table(header, [_of_way(*item) for item in cases.items()], one))
+    missing = [name for name in WANTED if name not in measured]
+    if missing:
+        tables.append(_rows(["GPUs", "measured"], [[name, "not yet"] for name in missing]))
+    return "\n\n".join(tables)
+
+
+def _of_way(name, case) -> list[str]:
+    forecast = f"{case['modelled_ms']:.0f} ms" if case["modelled_ms"] else "—"
+    gib = [f"{case[what]:.2f} GiB" for what in ("peak_gib", "forecast_peak_gib")]
+    step, ratio = f"{case['step_ms']:.0f} ms", f"{case['to_annotations']:.2f}"
+    return [name, step, ratio, f"{case['tokens_per_s']:,}", forecast, *gib]
+
+
 def _with_host(cases) -> list[str]:
     """Renders measurements on a GPU with a part of the model in host memory."""
     rates = cases.get("copies", {})
@@ -436,6 +462,7 @@ TABLES = {
     "scaling": scaling,
     "memory": memory,
     "gpu": gpu,
+    "ways": ways,
     "largest": largest,
     "machines": machines,
     "groups": groups,
