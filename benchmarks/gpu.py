@@ -173,7 +173,7 @@ def sixteen_bits():
 
 
 def measure_way(model, rows, of_state, of_step, is_scan):
-    """Measures a way to train on all GPUs against sharding annotations, and against its forecast."""
+    """Measures a way to train on all GPUs against annotations and against its forecast."""
     model = dataclasses.replace(model, compute=sixteen_bits())
     if not is_scan:
         model = looped.Looped(**vars(model))
@@ -384,7 +384,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=results.file, nargs="?", const=HERE / NAMED_BY_GPUS)
     parser.add_argument(
-        "--case", choices=(*CASES, *HOST_CASES, *WAYS, "tiny"), help="only this case, in this process"
+        "--case",
+        choices=(*CASES, *HOST_CASES, *WAYS, "tiny"),
+        help="only this case, in this process",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--host", action="store_true", help="one GPU with state in host memory")

@@ -1,6 +1,6 @@
 """Forecasts for the machines of the README's table, by the commands that a user would type.
 
-    python benchmarks/machines.py --json    # stores the rows; `python benchmarks/render.py` shows them
+    python benchmarks/machines.py --json && python benchmarks/render.py
 
 It needs what `make gpu-compile` installs, and takes about ten minutes on two cores.
 """

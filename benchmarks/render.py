@@ -366,7 +366,7 @@ WANTED = ("2 x Tesla T4", "NVIDIA H200", "8 x NVIDIA H100 80GB HBM3")
 
 
 def ways() -> str:
-    """Renders steps on all GPUs of a machine beside annotations and forecasts, and what is missing."""
+    """Renders steps on all GPUs of a machine beside annotations, and names machines without."""
     stored = [json.loads(path.read_text()) for path in sorted(HERE.glob("gpu_*.json"))]
     header = ["way", "step", "of annotations", "tokens/s", "forecast", "peak", "forecast"]
     tables, measured = [], set()

@@ -113,7 +113,9 @@ def checked(step, state, batch):
     """Prints that the step is right, and what it sends."""
     zerojax.verify(step, state, batch).check()  # raises where a leaf differs
     print("verify: loss, gradients and new state are those of one device")
-    report = zerojax.audit(step, state, batch).check()  # raises where XLA breaks the stage's promise
+    report = zerojax.audit(
+        step, state, batch
+    ).check()  # raises where XLA breaks the stage's promise
     sent = collections.Counter()
     for one in report.traffic:
         sent[one.kind] += one.wire_bytes

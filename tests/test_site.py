@@ -85,8 +85,8 @@ def test_a_page_with_code_has_the_program_that_it_continues_from():
 
 def test_the_reference_shows_docstrings():
     page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="reference.md"))
-    text = "# A\n\n- `zerojax.plan`: Decides\n  where.\n- `zerojax.run.log`: Prints.\n\n- Not `this`: x\n"
-    shown = "# A\n\n::: zerojax.plan\n::: zerojax.run.log\n\n- Not `this`: x\n"
+    text = "# A\n\n- `zerojax.plan`: Decides\n  where.\n- `zerojax.run.log`: Prints.\n\n- `x`: y\n"
+    shown = "# A\n\n::: zerojax.plan\n::: zerojax.run.log\n\n- `x`: y\n"
     assert hooks.on_page_markdown(text, page=page) == shown
 
 

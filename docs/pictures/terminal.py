@@ -1,10 +1,9 @@
 """Draws what a program prints, as an SVG that looks like a terminal.
 
-    python examples/demo.py 2>/dev/null | python docs/pictures/terminal.py "make demo" docs/pictures/demo.svg
+python examples/demo.py 2>/dev/null | python docs/pictures/terminal.py "make demo" > demo.svg
 """
 
 import html
-import pathlib
 import sys
 
 WIDTH, HEIGHT, LEFT, TOP = 8.4, 20, 18, 48  # of a letter, of a line, and before the first of both
@@ -20,16 +19,16 @@ def drawn(command: str, printed: str) -> str:
         for n, color in enumerate(BUTTONS)
     )
     texts = "".join(
-        f'<text x="{LEFT}" y="{TOP + HEIGHT * n + 6}" xml:space="preserve">{html.escape(line)}</text>'
-        for n, line in enumerate(lines)
+        f'<text x="{LEFT}" y="{TOP + HEIGHT * n + 6}" xml:space="preserve">{line}</text>'
+        for n, line in enumerate(map(html.escape, lines))
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" '
         'font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace" font-size="14" '
-        f'fill="#e6e6e6"><rect width="100%" height="100%" rx="8" fill="#1e1e2e"/>{buttons}{texts}</svg>\n'
+        f'fill="#e6e6e6"><rect width="100%" height="100%" rx="8" fill="#1e1e2e"/>'
+        f"{buttons}{texts}</svg>"
     )
 
 
 if __name__ == "__main__":
-    _, command, path = sys.argv
-    pathlib.Path(path).write_text(drawn(command, sys.stdin.read()))
+    print(drawn(sys.argv[1], sys.stdin.read()))

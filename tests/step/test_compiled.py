@@ -158,7 +158,7 @@ def test_a_step_with_a_callback_cannot_be_saved(tmp_path):
 
 
 def test_a_step_that_has_run_is_loaded_on_an_axis_of_size_1(tmp_path):
-    """XLA's shardings leave the axis out; those of the plan, which the step is traced with, do not."""
+    """XLA returns shardings that leave the axis out; the plan's do not."""
     mesh = zerojax.mesh(node=1, gpu=8)
     make = lambda: TrainState.create(apply_fn=None, params={"w": jnp.ones((32, 64))}, tx=TX)
     state = zerojax.shard_train_state(make, stage=3, mesh=mesh, axis=("gpu", "node"))
