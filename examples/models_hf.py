@@ -371,7 +371,11 @@ class DeepSeek(Llama):
     def layers(self, params):
         layers = params["layers"]
         if len(layers["up"]) < len(layers["q"]):
-            raise ValueError(f"Layers from {len(layers['up'])} on have experts. Add them here.")
+            raise ValueError(
+                f"Layers from {len(layers['up'])} on have experts, which this model does not have: "
+                "its weights are those of all attention and of the dense layers. Write the experts "
+                "in a subclass that overrides `layers`."
+            )
         return layers
 
     def attended(self, h, p):

@@ -205,6 +205,9 @@ FLAGS = {
         "tokens": 9,
         "order": ["layers", "microbatches"],
     },
+    "--split --moments int8": {
+        "precision": PRECISION(moments="int8", **NARROW | {"master": "split"}),
+    },
     "--compute bfloat16 --reduce float32 --axis host,card --prefetch 0 --skip-nonfinite "
     "--no-donate --mutable batch_stats": {
         "precision": PRECISION(compute="bfloat16", reduce="float32"),

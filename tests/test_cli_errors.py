@@ -22,6 +22,7 @@ BAD = {
     "groups": (("forecast", "mymodel:model", "--groups", "params=data"), "groups= shards params"),
     "codes": (("forecast", "mymodel:model", "--gather", "int4"), "Precision(gather='int4'): 15 l"),
     "dtype": (("audit", "mymodel:model", "--compute", "int8"), "(compute='int8'): not a float dt"),
+    "masters": (("forecast", "124m", "--master", "--split"), "how masters are kept. Pass one of"),
     "one axis": (
         ("forecast", *NAMED, "batch", "--groups", "params=gpu"),
         "must be two names: of t",

@@ -14,6 +14,7 @@ from zerojax._checkpoint import files as _files
 from zerojax._plan import move as _move
 from zerojax._plan.padding import Shape
 from zerojax._state import state as _state
+from zerojax._state.packed import TOP_LEVELS
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree, is_key
 
@@ -35,6 +36,11 @@ OTHER_PARTS = (
 OF_NNX = (
     "It was saved from Flax nnx objects: read it for nnx.update with like=nnx.state(model), or "
     "[nnx.state(model), nnx.state(optimizer)] if both were saved."
+)
+CODED = (
+    "; or weights rest as codes on one side only: make like= with zerojax.quantized if the "
+    "checkpoint has codes, and without if it does not. Weights become codes in "
+    "import_safetensors, and codes weights in zerojax.manual.dequantized"
 )
 BARE = "; or it was saved with Precision(master=) or Precision(moments=): place like= with the same"
 
@@ -92,11 +98,14 @@ def match(
         if not _same_type(have, struct.dtype, cast):
             retyped.append(f"{name}: {have.dtype} saved, {struct.dtype} wanted")
     wrapped, bare = _is_inside(missing, saved), _is_inside(extra, names)
+    coded = _is_coded(missing, saved) or _is_coded(extra, names)
     of_nnx = bool(extra) and not both and all(name.endswith("/value") for name in extra)
-    is_other = 2 * len(missing + reshaped) > len(wanted) and not (wrapped or bare or of_nnx)
+    is_same = wrapped or bare or coded or of_nnx
+    is_other = 2 * len(missing + reshaped) > len(wanted) and not is_same
     missing = [f"{n} (as {theirs[n]})" if theirs and theirs.get(n, n) != n else n for n in missing]
+    hints = WRAPPED * wrapped + BARE * bare + CODED * coded
     problems = [
-        _problem(missing, "not in the checkpoint", HOW_TO_KEEP + WRAPPED * wrapped + BARE * bare),
+        _problem(missing, "not in the checkpoint", HOW_TO_KEEP + hints),
         _problem(extra, "only in the checkpoint", "ignore=<path regex> leaves them behind"),
         _problem(reshaped, "of another shape", HOW_TO_KEEP + PADDED * is_padded),
         _problem(retyped, "of another dtype", "cast=True casts floats to like='s"),
@@ -111,6 +120,12 @@ def match(
 def _is_inside(names: Iterable[str], others: Container[str]) -> bool:
     """Whether some names are the others with the `inner/` that a wrapping optimizer adds."""
     return any("/inner/" in n and n.replace("/inner/", "/", 1) in others for n in names)
+
+
+def _is_coded(names: Iterable[str], others: Container[str]) -> bool:
+    """Whether some names are the others with the name of the codes that a weight rests as."""
+    parts = (name.rpartition("/") for name in names)
+    return any(kind in TOP_LEVELS and weight in others for weight, _, kind in parts)
 
 
 def is_kept(leaf: Leaf, keep: str | None) -> bool:

@@ -237,7 +237,7 @@ def _check_masters(like: PyTree, wanted: Set[str]) -> None:
 def _exported(
     by_tensor: Mapping[str, Outgoing], values: Mapping[str, PyTree]
 ) -> dict[str, Written]:
-    for parts, struct in by_tensor.values():
+    for parts, struct, _ in by_tensor.values():
         if str(struct.dtype) not in DTYPES.values():
             raise TypeError(
                 f"{', '.join(one.leaf for one in parts)} is {struct.dtype}, which safetensors does "
@@ -245,7 +245,7 @@ def _exported(
             )
     return {
         name: (struct, functools.partial(_assembled, struct, parts, values))
-        for name, (parts, struct) in by_tensor.items()
+        for name, (parts, struct, _) in by_tensor.items()
     }
 
 

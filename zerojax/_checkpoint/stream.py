@@ -34,22 +34,27 @@ from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.resharding import check_float, check_placed
 from zerojax._run import agreement as _agreement
 from zerojax._state import refusals as _refusals, state as _state
-from zerojax._types import PyTree
+from zerojax._state.packed import Coding, codings_of
+from zerojax._types import PyTree, Shape
 
 ALIGNMENT = 1024  # bytes that XLA may add to the buffers of a parameter
 
 
 class Outgoing(NamedTuple):
-    """A tensor that leaves: its parts, and its full shape in the dtype of the parameters."""
+    """A tensor that leaves: its parts, its full shape in their dtype, and which are codes."""
 
     parts: list[Source]
     struct: jax.ShapeDtypeStruct
+    codings: list[Coding | None]
 
 
 def outgoing(
-    state: PyTree, names: Names | None, plan: Plan | None, verb: str
+    state: PyTree, names: Names | None, plan: Plan | None, verb: str, *, decodes: bool = False
 ) -> tuple[dict[str, PyTree], dict[str, Outgoing]]:
-    """Returns the parameters by their paths, and the tensors that leave, by their names."""
+    """Returns the parameters by their paths, and the tensors that leave, by their names.
+
+    What `decodes` lets weights leave in place of the codes that they rest as.
+    """
     _refusals.check_alive(state)
     if plan is not None:
         check_plan(plan, "plan=")
@@ -60,16 +65,28 @@ def outgoing(
             f"there is nothing to {verb}: you passed a {type(state).__name__} without parameters. "
             "Pass a state, or a tree of parameters."
         )
-    values = {leaf.name: leaf.value for leaf in leaves}
-    sizes = {name: shapes.get(name, np.shape(value)) for name, value in values.items()}
+    values: dict[str, PyTree] = {}
+    sizes: dict[str, Shape] = {}
+    codings: dict[str, Coding | None] = {}
+    for leaf, coding in zip(leaves, codings_of(tree), strict=True):
+        name, size = leaf.name, shapes.get(leaf.name, np.shape(leaf.value))
+        if decodes and coding is not None:
+            name, size = name.rpartition("/")[0], (*size[:-1], coding.length)
+            codings[name] = coding
+        values[name], sizes[name] = leaf.value, size
     tensors = {}
     for name, parts in _names.sources({} if names is None else names, sizes).items():
-        dtypes = {one.leaf: _dtype(values[one.leaf]) for one in parts}
+        written = [codings.get(one.leaf) for one in parts]
+        dtypes = {
+            one.leaf: coding.dtype if coding else _dtype(values[one.leaf])
+            for one, coding in zip(parts, written, strict=True)
+        }
         dtype, *others = set(dtypes.values())
         if others:
             said = ", ".join(f"{leaf} is {dtype}" for leaf, dtype in dtypes.items())
             raise TypeError(f"names= combines dtypes in {name}: {said}. Cast them to one dtype.")
-        tensors[name] = Outgoing(parts, jax.ShapeDtypeStruct(parts[0].full, dtype))
+        struct = jax.ShapeDtypeStruct(parts[0].full, dtype)
+        tensors[name] = Outgoing(parts, struct, written)
     return values, tensors
 
 
@@ -95,6 +112,7 @@ def stream(
     every tensor, whole on each of its devices: `tensor.addressable_data(0)` is that of its first
     device, which other libraries take by dlpack, and `np.asarray(tensor)` copies it to the host.
     Tensors are arrays of their own, and outlive the state. Do not train until the loop has ended.
+    Weights that rest as codes travel so, and come decoded.
 
     Arguments:
         state: a placed state, or its parameters.
@@ -118,7 +136,7 @@ def stream(
         h.1.up.weight bfloat16 (16, 64)
     """
     check_float(dtype)
-    values, tensors = outgoing(state, names, plan, "stream")
+    values, tensors = outgoing(state, names, plan, "stream", decodes=True)
     check_placed(values, "zerojax.stream")
     gathers = {name: _gather_of(one, values, dtype) for name, one in tensors.items()}
     # Layer by layer; what is in no stack comes first.
@@ -158,6 +176,7 @@ class Gather(NamedTuple):
 
     parts: tuple[Source, ...]
     places: tuple[NamedSharding, ...]  # of the parameters that the parts are in
+    codings: tuple[Coding | None, ...]  # of these
     dtype: np.dtype
     nbytes: int
     most_bytes: int  # while it is gathered
@@ -171,15 +190,18 @@ def _gather_of(tensor: Outgoing, values: Mapping[str, Array], dtype: DTypeLike |
     nbytes = full.size * new.itemsize
     # See the note; several parts are put together in memory of their own.
     most = nbytes * (1 + (len(places) > 1))
-    for one, place in zip(tensor.parts, places, strict=True):
+    for one, coding, place in zip(tensor.parts, tensor.codings, places, strict=True):
         value, depth = values[one.leaf], len(one.index)
         size = math.prod(value.shape[depth:])
         shard = math.prod(place.shard_shape(value.shape)[depth:])
-        most += size * new.itemsize + shard * own.itemsize + ALIGNMENT
+        before, after = (own.itemsize, new.itemsize) if coding is None else (1, 1)
+        most += size * after + shard * before + ALIGNMENT
+        if coding is not None:  # a code as float32 and its scale, and the weight
+            most += (8 + new.itemsize) * math.prod(one.shape)
         if names_in(place.spec[:depth]):  # summed, in 4 bytes at least
-            most += 2 * size * max(4, new.itemsize)
+            most += 2 * size * max(4, after)
     parts = tuple(one._replace(tensor="", leaf="", index=()) for one in tensor.parts)
-    return Gather(parts, places, new, nbytes, most)
+    return Gather(parts, places, tuple(tensor.codings), new, nbytes, most)
 
 
 def _check_chunk(chunk_bytes: float | None, gathers: Sequence[tuple[str, Gather]]) -> int:
@@ -212,8 +234,10 @@ def _gathered(values: list[Array], indices: list[tuple[Array, ...]], gather: Gat
 
     def on_each_device(values: list[Array], indices: list[tuple[Array, ...]]) -> Array:
         tensor = None
-        for part, spec, value, index in zip(gather.parts, specs, values, indices, strict=True):
-            whole = _whole(value, index, spec, gather.dtype)
+        of_parts = zip(gather.parts, gather.codings, specs, values, indices, strict=True)
+        for part, coding, spec, value, index in of_parts:
+            whole = _whole(value, index, spec, gather.dtype if coding is None else value.dtype)
+            whole = whole if coding is None else coding.weight_of(whole).astype(gather.dtype)
             tensor = part.put(tensor, unpadded(whole, part.shape))
         assert tensor is not None
         return tensor

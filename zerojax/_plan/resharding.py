@@ -24,6 +24,7 @@ from zerojax._run import agreement as _agreement
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree, Shape
+from zerojax._wire import codecs as _codecs
 
 
 def resharded(
@@ -86,7 +87,7 @@ def resharded(
 
 
 def check_float(dtype: DTypeLike | None) -> None:
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+    if dtype is not None and _codecs.float_dtype(dtype) is None:
         raise TypeError(f"dtype={dtype!r} is not a dtype of floats. Pass 'bfloat16', say, or None.")
 
 
@@ -96,8 +97,8 @@ def check_placed(values: Mapping[str, PyTree], call: str) -> None:
         if not isinstance(getattr(value, "sharding", None), NamedSharding):
             what = "on no mesh" if isinstance(value, Array) else f"a {type(value).__name__}"
             raise TypeError(
-                f"{path} is {what}, and {call} takes what zerojax has placed. Pass a state from "
-                "zerojax.shard_train_state, or its parameters."
+                f"{path or 'the state'} is {what}, and {call} takes what zerojax has placed. Pass "
+                "a state from zerojax.shard_train_state, or its parameters."
             )
 
 

@@ -13,6 +13,7 @@ other dimensions are those of the weight. A loss sees the weight: `_loss/unpacke
 
 import dataclasses
 import functools
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,18 @@ class Packed:
     def astype(self, dtype: DTypeLike) -> "Packed":
         """Returns the same codes of a weight that a loss sees in another dtype."""
         return Packed(self.rows, dataclasses.replace(self.coding, dtype=jnp.dtype(dtype)))
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError(
+            f"a weight {self.dtype}{list(self.shape)} rests as {self.coding.kind} codes, and only "
+            "the loss of a step sees the weight itself. To call the model yourself, pass it "
+            "zerojax.manual.dequantized(params); for Flax nnx, first nnx.update(model, "
+            "zerojax.manual.dequantized(zerojax.nnx.state(model, optimizer).params))."
+        )
+
+    # What a model, numpy or JAX does first with a weight.
+    __jax_array__ = __array__ = __getitem__ = __iter__ = __len__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse
 
 
 def is_packed(node: object) -> bool:

@@ -42,7 +42,7 @@ GB = 1e9
 PAPER = (2, 2, 12)  # bytes of a parameter, of its gradient, of its fp32 copy and Adam's moments
 # Flags that say how to compile, and not of HLO, which is compiled already.
 OF_MODELS = {field.name for field in dataclasses.fields(WorkOptions)} - {"accumulate", "per_host"}
-OF_MODELS |= {"settings", "master", "compute", "gather", "reduce"}
+OF_MODELS |= {"settings", "master", "split", "moments", "compute", "gather", "reduce"}
 DECIDED = {*PLACED, *STEPPED, "stages", "gather", "reduce"}  # by --choose
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 
@@ -235,10 +235,13 @@ def _options(arguments: argparse.Namespace, function: Callable[..., Any]) -> dic
     names = [one.name for one in taken if one.kind is one.KEYWORD_ONLY]
     options: dict[str, Any] = {name: getattr(arguments, name, None) for name in names}
     gpu = _known.parse_count(each_once(arguments.gpus)[0])[1]  # of several, the first
-    narrow = {"compute": gpu.half, "param": gpu.half, "master": "float32"}
-    dtypes = {name: getattr(arguments, name) for name in ("compute", "gather", "reduce")}
+    if arguments.master and arguments.split:
+        raise ValueError("--master and --split say how masters are kept. Pass one of them.")
+    master = "split" if arguments.split else "float32"
+    narrow = {"compute": gpu.half, "param": gpu.half, "master": master}
+    dtypes = {name: getattr(arguments, name) for name in ("compute", "gather", "reduce", "moments")}
     dtypes = {name: value for name, value in dtypes.items() if value is not None}
-    dtypes = narrow | dtypes if arguments.master else dtypes
+    dtypes = narrow | dtypes if arguments.master or arguments.split else dtypes
     options["precision"] = Precision(**dtypes) if dtypes else None
     options["rates"] = _rates(arguments, gpu)
     if _network.is_misjudged(dataclasses.replace(gpu, given_rates=options["rates"])):

@@ -109,6 +109,12 @@ OF_STEPS = _of_options() | {
         "action": "store_true",
         "default": None,
     },
+    "--split": {
+        "help": "bf16 parameters, masters as 8-bit corrections of them",
+        "action": "store_true",
+        "default": None,
+    },
+    "--moments": {"help": "the optimizer's moments are kept in: bfloat16 or int8"},
     "--compute": {"help": "dtype that module:function computes in: bfloat16"},
     "--gather": {"help": f"weights travel quantized: {_codes}"},
     "--reduce": {"help": f"gradients: dtype of sums; between hosts int4, {_codes}"},
