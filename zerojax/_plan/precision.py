@@ -26,7 +26,7 @@ NARROW = jnp.dtype(jnp.bfloat16)  # the dtype of narrow moments, and of weights 
 CODES = jnp.dtype(jnp.int8)
 SPLIT = "split"
 # What a message names in place of a dtype that is none.
-KNOWN = {
+ALLOWED = {
     "param": "'bfloat16', 'float16' or 'float32'",
     "master": "'float32', or 'split' (a correction of 8 bits)",
     "moments": "'bfloat16', or 'int8' (codes with scales)",
@@ -93,7 +93,7 @@ class Precision:
             if (dtype := _codecs.float_dtype(value)) is None:
                 raise ValueError(
                     f"Precision({name}={value!r}): not a float dtype. Use one such as "
-                    f"{KNOWN.get(name, KNOWN['param'])}."
+                    f"{ALLOWED.get(name, ALLOWED['param'])}."
                 )
             object.__setattr__(self, name, dtype)
         if self.param is not None and jnp.finfo(self.param).bits < 16:
