@@ -37,7 +37,7 @@ OF_NNX = (
     "It was saved from Flax nnx objects: read it for nnx.update with like=nnx.state(model), or "
     "[nnx.state(model), nnx.state(optimizer)] if both were saved."
 )
-CODES_APART = (
+ON_ONE_SIDE = (
     "; or weights rest as codes on one side only: make like= with zerojax.quantized if the "
     "checkpoint has codes, and without if it does not. Weights become codes in "
     "import_safetensors, and codes weights in zerojax.manual.dequantized"
@@ -103,7 +103,7 @@ def match(
     is_same = wrapped or bare or coded or of_nnx
     is_other = 2 * len(missing + reshaped) > len(wanted) and not is_same
     missing = [f"{n} (as {theirs[n]})" if theirs and theirs.get(n, n) != n else n for n in missing]
-    hints = WRAPPED * wrapped + BARE * bare + CODES_APART * coded
+    hints = WRAPPED * wrapped + BARE * bare + ON_ONE_SIDE * coded
     problems = [
         _problem(missing, "not in the checkpoint", HOW_TO_KEEP + hints),
         _problem(extra, "only in the checkpoint", "ignore=<path regex> leaves them behind"),
