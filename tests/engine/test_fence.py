@@ -101,3 +101,31 @@ def test_backward_gathers_again_on_gpus(layers):
     # end of the loss read last is kept.
     wanted = (2 + 2 * layers - 1) * DIM * DIM
     assert gathered == pytest.approx(wanted * 4 * 7 / 8, rel=0.03)
+
+
+def test_a_narrow_gradient_of_a_head_waits_for_the_loop_before_it():
+    """XLA:CPU reduces it in float32, and would do so last, in the midst of the loop."""
+
+    def layer(x, w):
+        return x + jnp.tanh(x * w["scale"] @ w["up"]) @ w["down"], None
+
+    def loss(params, tokens):
+        x, _ = lax.scan(jax.checkpoint(layer), params["embed"][tokens[:, :-1]], params["layers"])
+
+        def losses(read):
+            x, label = read
+            logits = (x @ params["head"] + params["bias"]).astype(jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, label)
+
+        rows = x.reshape(-1, x.shape[-1]), tokens[:, 1:].reshape(-1)
+        return jnp.mean(lax.map(jax.checkpoint(losses), rows, batch_size=16))
+
+    layers = {"up": np.ones((3, 72, 200), "f"), "down": np.ones((3, 200, 72), "f")}
+    params = {"embed": np.ones((65, 72), "f"), "layers": layers | {"scale": np.ones((3, 72), "f")}}
+    params |= {"head": np.ones((72, 65), "f"), "bias": np.ones(65, "f")}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-2))
+    narrow = {"compute": "bfloat16", "param": "bfloat16", "master": "split", "moments": "int8"}
+    plan = zerojax.plan(state, stage=3, precision=zerojax.Precision(**narrow))
+    batch = jax.ShapeDtypeStruct((32, 17), "int32")
+    report = zerojax.audit(zerojax.train_step(loss), plan.abstract(), batch)
+    assert unordered(report.module) == (2, [])

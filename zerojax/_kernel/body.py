@@ -103,7 +103,9 @@ AS_IT_IS = Keeping()
 # so devices pair the wrong ones: a crash, NaN, or wrong numbers (JAX 0.12, several emulated
 # devices; 0.10 expands barriers before it schedules). `tests/engine/test_fence.py` has the fault in
 # plain JAX. So on CPUs the engine makes the shards depend on the results of forward, in a way that
-# XLA cannot see through.
+# XLA cannot see through. In backward, a gradient of 16 bits (a head's) depends on the loops before
+# it: XLA:CPU widens it to reduce it, which takes memory, so it does that last. Those of 32 bits it
+# reduces first, which frees memory, and nothing needs to keep them.
 
 _MOST_BITS = 64  # of one number
 
@@ -387,7 +389,11 @@ class Body:
         for root, grad in zip(self.split.loop_roots, d_roots_and_plain[:num_roots], strict=True):
             totals[root] = add_held(totals[root], grad)
         grads = merge(self.is_weight, list(totals.values()), d_roots_and_plain[num_roots:])
-        return grads, d_sources[: len(gathered)]
+        # On CPUs, narrow gradients wait for the loops: see the note above.
+        d_gathered, d_roots = d_sources[: len(gathered)], d_roots_and_plain[:num_roots]
+        is_narrow = any(x is not None and x.dtype.itemsize < 4 for x in d_gathered)
+        done = mark(jax.tree.leaves(d_roots)) if self.how.by_data and is_narrow else None
+        return grads, d_gathered if done is None else wait(d_gathered, done)
 
     def summed(self, d_gathered: Sequence[Array | None]) -> list[Array | None]:
         """Reduces the gradients of gathered weights. They keep the dtypes of the wire."""
