@@ -103,9 +103,10 @@ AS_IT_IS = Keeping()
 # so devices pair the wrong ones: a crash, NaN, or wrong numbers (JAX 0.12, several emulated
 # devices; 0.10 expands barriers before it schedules). `tests/engine/test_fence.py` has the fault in
 # plain JAX. So on CPUs the engine makes the shards depend on the results of forward, in a way that
-# XLA cannot see through. In backward, a gradient of 16 bits (a head's) depends on the loops before
-# it: XLA:CPU widens it to reduce it, which takes memory, so it does that last. Those of 32 bits it
-# reduces first, which frees memory, and nothing needs to keep them.
+# XLA cannot see through. In backward, gradients of gathered weights, such as a head's, wait for the
+# loops if any has 16 bits: XLA:CPU widens it to reduce it, which takes memory, and would do that
+# last. Gradients of 32 bits it reduces at once, which frees memory.
+
 
 _MOST_BITS = 64  # of one number
 
