@@ -122,11 +122,11 @@ def mark(outs: list[Array]) -> Array | None:
     return functools.reduce(jnp.logical_or, marks) if marks else None
 
 
-def wait(values: T, done: Array) -> T:
-    """Returns `values`, made to depend on a mark."""
+def wait(values: T, done: Array | None) -> T:
+    """Returns `values`, made to depend on a mark if there is one."""
 
     def waiting(x: Array) -> Array:
-        if is_key(x):
+        if done is None or is_key(x):
             return x
         here = _compat.fetched(x)
         here = lax.select(done, jnp.zeros_like(here), here)
@@ -148,8 +148,7 @@ def _in_turn_fwd(outs: list[Array], shards: list[Array]) -> tuple[tuple, None]:
 
 def _in_turn_bwd(_: None, grads: tuple[list[Array], list[Array]]) -> tuple:
     d_outs, d_shards = grads
-    done = mark(d_shards)
-    return d_outs if done is None else wait(d_outs, done), d_shards
+    return wait(d_outs, mark(d_shards)), d_shards
 
 
 in_turn.defvjp(_in_turn_fwd, _in_turn_bwd)
@@ -390,11 +389,11 @@ class Body:
         for root, grad in zip(self.split.loop_roots, d_roots_and_plain[:num_roots], strict=True):
             totals[root] = add_held(totals[root], grad)
         grads = merge(self.is_weight, list(totals.values()), d_roots_and_plain[num_roots:])
+        d_gathered = d_sources[: len(gathered)]
         # On CPUs, narrow gradients wait for the loops: see the note above.
-        d_gathered, d_roots = d_sources[: len(gathered)], d_roots_and_plain[:num_roots]
-        is_narrow = any(x is not None and x.dtype.itemsize < 4 for x in d_gathered)
-        done = mark(jax.tree.leaves(d_roots)) if self.how.by_data and is_narrow else None
-        return grads, d_gathered if done is None else wait(d_gathered, done)
+        if self.how.by_data and any(x is not None and x.dtype.itemsize < 4 for x in d_gathered):
+            d_gathered = wait(d_gathered, mark(jax.tree.leaves(d_roots_and_plain[:num_roots])))
+        return grads, d_gathered
 
     def summed(self, d_gathered: Sequence[Array | None]) -> list[Array | None]:
         """Reduces the gradients of gathered weights. They keep the dtypes of the wire."""
