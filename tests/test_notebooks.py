@@ -42,8 +42,10 @@ def with_repository(address):
 
 
 def test_the_repository_is_the_projects():
+    """Whose pyproject.toml may have no address, so that a fork has no wrong one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    address = project.get("urls", {}).get("Repository", "")
+    urls = project.get("urls", {})
+    address = urls.get("Repository", urls.get("Source", ""))
     assert f"\nREPOSITORY = {json.dumps(address)}  #" in first_cell()
 
 
