@@ -20,17 +20,14 @@ MISSING = "sh: 1: nvidia-smi: not found"
 FAILS = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
 
 
+def code_of(notebook):
+    cells = json.loads(notebook.read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
 def first_cell():
     """The cell, which all notebooks share."""
-    found = set()
-    for notebook in NOTEBOOKS:
-        code = [
-            cell
-            for cell in json.loads(notebook.read_text())["cells"]
-            if cell["cell_type"] == "code"
-        ]
-        found.add("".join(code[0]["source"]))
-    (cell,) = found
+    (cell,) = {code_of(notebook)[0] for notebook in NOTEBOOKS}
     assert cell.startswith(FIRST) and len(NOTEBOOKS) == 6
     return cell
 
@@ -79,6 +76,17 @@ def test_it_installs_what_fits_the_gpus(smi, known, folder, wanted, monkeypatch)
     has_gpus = smi[0].isdigit()
     assert len(seen["gpus"]) == has_gpus * len(smi.split())
     assert os.environ.get("JAX_PLATFORMS") == (None if has_gpus else "cpu")
+
+
+def test_what_shards_emulates_devices_beside_a_single_gpu(monkeypatch):
+    starts = {one.name[:2]: code_of(one)[1].partition("\n\n")[0] for one in NOTEBOOKS}
+    starts = {number: code for number, code in starts.items() if code.startswith("if len(gpus)")}
+    assert starts.keys() == {"01", "02", "04"} and len(set(starts.values())) <= 2
+    for count, platforms in ((0, "cpu"), (1, "cpu"), (2, None)):
+        for code in starts.values():
+            monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+            exec(code, {"os": os, "gpus": ["580.65"] * count})
+            assert os.environ.get("JAX_PLATFORMS") == platforms
 
 
 # -- a machine without zerojax, and without a network
