@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FIRST = "# Installs zerojax"
 SMI = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
+HOST = "https://git.invalid/"
 MISSING = "sh: 1: nvidia-smi: not found"
 FAILS = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
 
@@ -135,8 +136,8 @@ def bare(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def repository(bare):
-    """A bare repository, with a zerojax in it."""
-    source, address = bare / "source", bare / "zerojax.git"
+    """The address of a bare repository with a zerojax in it."""
+    source = bare / "source"
     source.mkdir()
     (source / "backend.py").write_text(textwrap.dedent(BACKEND))
     (source / "pyproject.toml").write_text(textwrap.dedent(PROJECT))
@@ -145,10 +146,10 @@ def repository(bare):
         ["git", "init", "-q", "."],
         ["git", "add", "."],
         ["git", *author, "commit", "-q", "-m", "all"],
-        ["git", "clone", "-q", "--bare", ".", str(address)],
+        ["git", "clone", "-q", "--bare", ".", str(bare / "zerojax.git")],
     ):
         subprocess.run(command, cwd=source, check=True)
-    return address.as_uri()
+    return f"{HOST}zerojax.git"
 
 
 def run_cell(bare, address):
@@ -171,8 +172,12 @@ def run_cell(bare, address):
 
 
 def environment(bare):
-    path = {"PYTHONPATH": str(bare / "pips"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    return os.environ | path | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(bare / "index")}
+    """Has pip look into a folder for the index, and git into another for the host."""
+    host = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_VALUE_0": HOST}
+    host["GIT_CONFIG_KEY_0"] = f"url.{bare.as_uri()}/.insteadOf"
+    pip = {"PYTHONPATH": str(bare / "pips"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    pip |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(bare / "index")}
+    return os.environ | host | pip
 
 
 def test_it_installs_from_the_repository_what_is_not_on_the_index(bare, repository):
@@ -194,7 +199,7 @@ def test_it_prefers_the_index(bare, repository):
     assert ran.stdout == "pip install zerojax[plot,gpu-compile]\nindex 0\n"
 
 
-@pytest.mark.parametrize("address", ["", "file:///nowhere/zerojax.git"])
+@pytest.mark.parametrize("address", ["", f"{HOST}nowhere.git"])
 def test_where_nothing_can_be_installed_it_says_so_in_a_line(bare, address):
     ran = run_cell(bare, address)
     told = (
@@ -203,4 +208,4 @@ def test_where_nothing_can_be_installed_it_says_so_in_a_line(bare, address):
         "the internet on first.)"
     )
     assert ran.stderr.splitlines()[-1] == told
-    assert "ERROR: No matching distribution" in ran.stdout or "nowhere/zerojax.git" in ran.stdout
+    assert "ERROR: No matching distribution" in ran.stdout or "nowhere.git" in ran.stdout
