@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import json
 import logging
-import os
 import pathlib
 import re
 import sys
@@ -178,44 +177,3 @@ def test_options_that_are_declared_elsewhere_are_shown_as_arguments(monkeypatch)
     assert {"accumulate", "precision"} <= set(function.parameters)
     assert function.docstring is docstring  # whose parser finds the arguments
     assert re.search(r"\n    accumulate: .*microbatches", docstring.value)
-
-
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FIRST = "# Where zerojax is"
-
-
-def first_cell(notebook):
-    cells = json.loads(notebook.read_text())["cells"]
-    (code,) = (text for c in cells if (text := "".join(c["source"])).startswith(FIRST))
-    return code
-
-
-@pytest.mark.parametrize(
-    ("source", "driver", "known", "wanted"),
-    [
-        ("..", None, (), "..[plot,gpu-compile]"),
-        ("./zerojax", "550.54.15", (), "./zerojax[plot,cuda12]"),
-        ("zerojax", "590.1", ("jax_cuda12_plugin",), "zerojax[plot,cuda12]"),
-        ("https://x/z.whl", "580.65.06", (), "zerojax[plot,gpu] @ https://x/z.whl"),
-        ("..", "550.54.15", ("zerojax",), None),
-    ],
-)
-def test_notebooks_install_what_fits(source, driver, known, wanted, tmp_path, monkeypatch):
-    (code,) = {first_cell(notebook) for notebook in NOTEBOOKS}  # one for all
-    version, pip = tmp_path / "version", []
-    if driver is not None:
-        version.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Thu Jun 6\n")
-    code = code.replace('SOURCE = ".."', f"SOURCE = {source!r}")
-    code = code.replace("/proc/driver/nvidia/version", str(version))
-    code = re.sub(r"%pip install -q (.*)", r"pip.append(f'\1')", code)
-    spec = types.SimpleNamespace(origin="here")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name in known else None)
-    monkeypatch.chdir(ROOT / "notebooks")
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    exec(code, {"pip": pip})
-    assert pip == ([f'"{wanted}"'] if wanted else [])
-    assert os.environ.get("JAX_PLATFORMS") == (None if driver else "cpu")
-    monkeypatch.chdir(tmp_path)
-    if source == ".." and not known:
-        with pytest.raises(AssertionError, match=r"say in SOURCE where zerojax is, as './zerojax'"):
-            exec(code, {"pip": pip})

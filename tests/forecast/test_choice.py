@@ -45,12 +45,13 @@ def test_it_prints_what_was_compiled_and_the_python():
 
 def test_it_prints_speeds_and_the_dtype():
     speeds = {"tokens": 65536, "flops": 0.512 * 989e12 * 1.5}
-    wide = {"matmuls": ("float32",), "wide_matmuls": "no bfloat16 there"}
+    wide = {"matmuls": ("float32",), "wide_matmuls": "all of it", "lacks": "Ask for float16."}
     text = str(fakes.choice(fakes.changed(fakes.tried(1.5, accumulate=4), **speeds, **wide)))
     assert "1.5 s, 43,691 tokens/s, 51.2% MFU, 4 microbatches:" in text
     assert "  exposed  tokens/s    MFU " in text and " 43,691  51.2% " in text
-    title = "usable of each; matmuls in float32 (no bfloat16 there); 1 ways, of 4"
+    title = "usable of each; matmuls in float32 (all of it); 1 ways, of 4"
     assert title in " ".join(text.split())
+    assert "\nAsk for float16.\n" in text
 
 
 def test_it_says_what_hosts_need(monkeypatch):

@@ -236,3 +236,18 @@ def test_an_option_of_a_plan_or_a_step_is_one_of_forecasts_and_studies(run):
         for command in ("forecast", "study", "audit"):
             assert all(flag in run(command, "--help")[1] for flag in flags)
     assert flags >= {"--accumulate", "--update"}
+
+
+@pytest.mark.gpu_code
+@pytest.mark.parametrize(
+    ("gpus", "asked", "runs"),
+    [("1xT4", "bfloat16", "float32"), ("1xT4", "float16", ""), ("1xL4", "bfloat16", "")],
+)
+def test_bfloat16_is_said_to_run_as_what_it_runs(gpu_code, gpus, asked, runs):
+    precision = zerojax.Precision(compute=asked)
+    forecast = linear(gpus=gpus, stages=0, precision=precision)
+    (case,) = forecast.cases
+    told = f"You ask for bfloat16, which a T4 does not have: your matmuls run in {runs}. Ask for fl"
+    assert case.matmuls == ((runs or asked),)
+    assert (told in case.lacks and told in " ".join(str(forecast).split())) == bool(runs)
+    assert bool(case.lacks) == ("You ask" in str(case.report)) == bool(runs)

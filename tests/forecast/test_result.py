@@ -64,6 +64,12 @@ def test_the_title_says_in_which_dtype_it_computes():
     assert both in text_of(narrow, wide)
 
 
+def test_a_gpu_that_lacks_the_dtype_has_a_line_of_its_own():
+    one = fakes.case(3, 30, matmuls=("float32",), lacks="Ask for float16.")
+    text = text_of(fakes.case(3, 30), one, one)
+    assert "16 bits Ask for float16. stage " in text and text.count("Ask for") == 1
+
+
 # -- the picture
 
 

@@ -48,9 +48,8 @@ def test_the_table_has_a_line_for_each_cell():
 
 
 def test_the_title_says_where_a_gpu_lacks_the_models_dtype():
-    one = fakes.cell("8xT4", wide_matmuls="written in bfloat16, which a T4 does not have")
-    lacks = "; remat full; matmuls: written in bfloat16, which a T4 does not have model"
-    assert lacks in text_of(fakes.cell(), one)
+    one = fakes.cell("8xT4", lacks="Ask for float16.")
+    assert "remat full Ask for float16. model" in text_of(fakes.cell(), one, one)
 
 
 def test_growth_with_the_largest_rows_is_super_linear():

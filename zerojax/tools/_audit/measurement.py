@@ -170,11 +170,7 @@ class Measurement:
 
     @property
     def wide_matmuls(self) -> str:
-        """The share of FLOPs in float32 beside narrower matmuls, and the line with most of them; or
-        why none are narrow."""
-        if BF16 in self.written and BF16 not in self.matmuls:
-            gpu = self.gpu.name if self.gpu else "GPU"
-            return f"written in {BF16}, which a {gpu} does not have: compute in float16"
+        """The share of FLOPs in float32 beside narrower matmuls, and the line with most of them."""
         if len(self.matmuls) < 2 or FLOAT32 not in self.matmuls:
             return ""
         places: Counter[str] = Counter()
@@ -186,6 +182,17 @@ class Measurement:
         ((most, _),) = places.most_common(1)
         share = places.total() / self.replay.flops
         return f"{share:.0%} of FLOPs in float32, most at {shortened([most], LONGEST_NAME)[0]}"
+
+    @property
+    def lacks(self) -> str:
+        """What runs in the place of bfloat16 where the GPU has none, and what to ask for."""
+        if not self.gpu or BF16 not in self.written or BF16 in self.matmuls or not self.matmuls:
+            return ""
+        return (
+            f"You ask for {BF16}, which a {self.gpu.name} does not have: your matmuls run in "
+            f"{' and '.join(self.matmuls)}. Ask for float16 instead, with a dynamic_scale in the "
+            "state, or a loss times a constant: docs/loss.md, Infinities."
+        )
 
     @property
     def pinned(self) -> int:

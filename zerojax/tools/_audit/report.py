@@ -229,6 +229,8 @@ class Report(Printed, Measurement):
             lines.append(f"modelled step      none: {NO_TIMES}")
         if self.wide_matmuls:
             lines.append(f"matmuls            in {' and '.join(self.matmuls)}: {self.wide_matmuls}")
+        if self.lacks:
+            lines.append(f"matmuls            {self.lacks}")
         if replay.unknown_loops:
             names = ", ".join(replay.unknown_loops[:3])
             lines.append(f"loops of unknown length are counted once: {names}")

@@ -39,8 +39,8 @@ class Case:
     - Times are modelled seconds of one step; in `waited_seconds` it waits for the host's memory.
     - Figures of a program that zerojax could not read are None; `unread` says why.
     - `matmuls` are the dtypes that the step multiplies in; `wide_matmuls` says how many FLOPs are
-      in float32 beside narrower ones and where most of these are, or that the GPU lacks the
-      model's dtype.
+      in float32 beside narrower ones and where most of these are. `lacks` says what the step runs
+      in where the GPU lacks the dtype that it asks for.
     """
 
     gpus: str
@@ -65,6 +65,7 @@ class Case:
     pinned: int = 0
     matmuls: tuple[str, ...] = ()
     wide_matmuls: str = ""
+    lacks: str = ""
     link_bytes: Number = 0.0
     network_bytes: Number = 0.0
     flops: float = 0.0
@@ -253,7 +254,7 @@ class Forecast(Printed):
         return Table.of(
             shown,
             self.cases,
-            title=["; ".join(title)],
+            title=["; ".join(title), *lacking(self.cases)],
             notes=[
                 *dict.fromkeys(filter(None, (case.unread for case in self.cases))),
                 self._advice(),
@@ -291,6 +292,11 @@ def matmuls_of(cases: Sequence[Case]) -> list[str]:
     dtypes = dict.fromkeys(" and ".join(case.matmuls) for case in cases if case.matmuls)
     wide = next((f" ({case.wide_matmuls})" for case in cases if case.wide_matmuls), "")
     return [f"matmuls in {' or '.join(dtypes)}{wide}"] if dtypes else []
+
+
+def lacking(cases: Sequence[Case]) -> list[str]:
+    """Says once what the GPU lacks, for a line of its own below the first of a table."""
+    return list(dict.fromkeys(case.lacks for case in cases if case.lacks))
 
 
 def told_to_hosts(gpu: Gpu, cases: Sequence[Case]) -> list[str]:

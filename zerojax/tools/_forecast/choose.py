@@ -22,7 +22,7 @@ from zerojax._step.step import Step
 from zerojax._step.step_options import LAYERS, MICROBATCHES
 from zerojax._table import Printed, Table, human_bytes, human_time
 from zerojax._types import PyTree
-from zerojax.tools._forecast.case import Case, matmuls_of, told_to_hosts
+from zerojax.tools._forecast.case import Case, lacking, matmuls_of, told_to_hosts
 from zerojax.tools._forecast.forecast import (
     LEVELS,
     STAGES,
@@ -281,7 +281,7 @@ class Choice(Printed):
         return Table.of(
             CHOICE_COLUMNS,
             self.compiled,
-            title=["; ".join(title)],
+            title=["; ".join(title), *lacking([one.case for one in self.compiled])],
             notes=list(self._advice()),
             optional=("tokens/s", "MFU"),
         )

@@ -310,7 +310,7 @@ class Workload:
         formula = sum(plan.bytes_per_device().values()) + plan.gradient_bytes() + plan.kept_bytes()
         memory, times = report.memory, ("compute", "exposed", "waited", "step")
         sizes = "parameters", "optimizer", "gradients", "peak"
-        measured = "pinned", "matmuls", "wide_matmuls", "network_bytes", "link_bytes"
+        measured = "pinned", "matmuls", "wide_matmuls", "lacks", "network_bytes", "link_bytes"
         return Case(
             gpus=self.gpus,
             stage=plan.stage,

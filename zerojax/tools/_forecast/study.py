@@ -20,7 +20,7 @@ from zerojax._run import programs as _programs
 from zerojax._table import Printed, Table, human_bytes
 from zerojax._types import PyTree
 from zerojax.tools._forecast import cache as _cache, presets as _presets
-from zerojax.tools._forecast.case import CASE_COLUMNS, Case
+from zerojax.tools._forecast.case import CASE_COLUMNS, Case, lacking
 from zerojax.tools._forecast.forecast import (
     STAGES,
     Loss,
@@ -131,10 +131,11 @@ class Study(Printed):
         settings = dict.fromkeys(case.settings for case in self.cases if case.settings)
         about = ["one training step; bytes, rows, TFLOP/s and MFU of each GPU; times modelled"]
         wide = (f"matmuls: {case.wide_matmuls}" for case in self.cases if case.wide_matmuls)
+        title = "; ".join([*about, *settings, *itertools.islice(wide, 1)])
         return Table.of(
             STUDY_COLUMNS,
             self.cases,
-            title=["; ".join([*about, *settings, *itertools.islice(wide, 1)])],
+            title=[title, *lacking(self.cases)],
             notes=list(self._advice()),
             right=list(STUDY_COLUMNS)[2:],
             optional=["exposed"],
