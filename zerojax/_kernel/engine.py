@@ -237,7 +237,7 @@ def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
 
     def saving(inputs: list[Value], wanted: tuple[bool, ...]) -> tuple[list[Array], Any]:
         outs, (saved, crossed) = layers.forward_saving(as_read(inputs), wanted)
-        return outs, (saved, crossed, _mark(outs, how))
+        return outs, (saved, crossed, mark(outs) if how.by_data else None)
 
     def backward(inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Any]:
         saved, crossed, done = residuals
@@ -248,10 +248,6 @@ def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
         return layers.backward(inputs, saved, crossed, cts)
 
     return by_hand(lambda inputs: layers.forward(as_read(inputs)), saving, backward, inputs)
-
-
-def _mark(outs: list[Array], how: How) -> Array | None:
-    return mark(outs) if how.by_data else None
 
 
 def _tied(shards: T, cts: list[Any], done: Array | None) -> tuple[T, list[Any]]:
