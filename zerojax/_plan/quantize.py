@@ -15,7 +15,6 @@ from zerojax._state.packed import (
     Coding,
     Packed,
     coding_for,
-    encoded,
     is_packed,
     weights_of,
 )
@@ -75,11 +74,11 @@ def quantized(
     def pack(path: tuple, value: PyTree) -> PyTree:
         if path not in codings:
             return value
+        coding = codings[path]
         if isinstance(value, jax.ShapeDtypeStruct):
-            rows: PyTree = jax.eval_shape(functools.partial(encoded, coding=codings[path]), value)
-        else:
-            rows = encoded(value, codings[path])
-        return Packed(np.asarray(rows) if isinstance(value, np.ndarray) else rows, codings[path])
+            return Packed(jax.eval_shape(coding.bytes_of, value), coding)
+        rows = coding.bytes_of(value)
+        return Packed(np.asarray(rows) if isinstance(value, np.ndarray) else rows, coding)
 
     new = jax.tree_util.tree_map_with_path(pack, params, is_leaf=is_packed)
     return new if params is state else _with_params(state, new)
@@ -87,7 +86,7 @@ def quantized(
 
 def _codings(state: PyTree, params: PyTree, coding_of, where: str | None) -> dict[tuple, Coding]:
     """Returns, by path, how each weight is written that goes into codes."""
-    leaves = [leaf for leaf in _state.leaves_with_paths(params)]
+    leaves = _state.leaves_with_paths(params)
     if where is not None:
         names = {leaf.path: leaf.name for leaf in leaves}
         chosen = _state.matching(where.removeprefix(f"{PARAMS}/"), names, "where=")
