@@ -128,7 +128,7 @@ class _Level:
         elif name in _compat.REMAT:
             takes = [True] * len(eqn.invars)
         elif is_call(eqn) and "jaxpr" in eqn.params:
-            takes = [v not in self.decoded for v in eqn.invars]
+            takes = [is_var(v) and v not in self.decoded for v in eqn.invars]
         invars: list[Atom] = []
         codings: list[Coding | None] = []
         for atom, as_codes in zip(eqn.invars, takes, strict=True):
