@@ -255,13 +255,6 @@ def test_codes_in_host_memory_are_updated_layer_by_layer():
     assert text.count("host, updated layer by layer") == 5, text
 
 
-def test_codes_in_host_memory_are_not_updated_in_backward():
-    plan = zerojax.plan(drawn(16), stage=3, precision=SPLIT, mesh=TWO, **HOST)
-    step = zerojax.train_step(linear, update="backward")
-    with pytest.raises(ValueError, match=r"params/blocks/w: it has codes in host memory"):
-        step.trace(plan.abstract(), np.ones((32, 16), "f"))
-
-
 def test_the_plan_says_what_a_leaf_is_kept_as():
     tx = optax.chain(optax.trace(0.9), optax.adafactor(1e-3, min_dim_size_to_factor=8))
     text = str(zerojax.plan(model(tx), stage=1, precision=SEVEN, mesh=TWO))

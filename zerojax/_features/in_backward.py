@@ -188,8 +188,7 @@ class InBackward:
             return "the update reads a field that the loss returns"
         sharded = [i for i in given if self.leaves[i].update.dim is not None]
         if sharded or any(i < self.first or i in self.plan.stacks for i in given):
-            reasons = (_why_not(self.leaves[i]) for i in given if i in self.plan.stacks)
-            return next(filter(None, reasons), TOGETHER)
+            return TOGETHER
         if any(isinstance(value, Tracer) for value in program.constants.values()):
             return "the update closes over a traced array"
         stacks = (param, *(i for i in part.inputs if i != param))
