@@ -243,7 +243,7 @@ class Llama:
         rope = rope or c.get("rope_parameters") or c.get("rope_scaling") or {}
         theta = rope.get("rope_theta") or c.get("rope_theta", 10000.0)
         rates = (theta ** -(np.arange(0, dim, 2) / dim)).astype(np.float32)
-        kind = rope.get("rope_type", "default")
+        kind = rope.get("rope_type") or rope.get("type", "default")  # older files have `type`
         if kind in ("default", "linear"):
             return rates / rope.get("factor", 1.0) if kind == "linear" else rates
         if kind != "llama3":

@@ -239,8 +239,8 @@ ROWS = {
     ),
     "codes, some": Row("gpt", dict(groups={"params": "gpu"}) | NODES, dict(
         precision=lambda: zerojax.Precision(
-            gather={"qkv": zerojax.Quantized("float8_e4m3fn", block=64), "up": "bfloat16"},
-            reduce=zerojax.Quantized("int4"),
+            gather={"qkv": zerojax.QuantizedWire("float8_e4m3fn", block=64), "up": "bfloat16"},
+            reduce=zerojax.QuantizedWire("int4"),
         )
     )),
     "codes, slow axis": Row(

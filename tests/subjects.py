@@ -18,7 +18,7 @@ from flax import nnx
 
 LAYERS, TOKENS, SIDE, CLASSES = 2, 5, 5, 8
 # In layers and in stacks of layers, 48 is divided by 2, 3, 4, 6 and 8 devices, and none of the
-# others is. Quantized of codes have 32 elements or more, along the last dimension.
+# others is. Blocks of codes have 32 elements or more, along the last dimension.
 SIZES = {"even": (48, 96, 48), "odd": (37, 61, 53)}  # of a layer: outside, inside; the vocabulary
 
 # (model, stats, inputs, key, rate, wrap of a layer) -> (losses of rows, new stats, scale)

@@ -163,6 +163,7 @@ def test_another_model_type_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ValueError, match=r"is a bert, which is none of gpt2, llama, .*, vit"):
         models_hf.model_of(tmp_path)
-    config = SMALL["llama"]["config"] | {"rope_parameters": {"rope_type": "yarn"}}
-    with pytest.raises(ValueError, match=r"rope_type 'yarn' is none of default, linear, llama3"):
-        model_of(config).rates(8)
+    for name in ("rope_type", "type"):  # as in newer files, and in DeepSeek's
+        config = SMALL["llama"]["config"] | {"rope_parameters": {name: "yarn"}}
+        with pytest.raises(ValueError, match=r"'yarn' is none of default, linear, llama3"):
+            model_of(config).rates(8)

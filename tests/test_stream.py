@@ -266,6 +266,15 @@ def test_what_travels_has_the_dtype_that_is_asked_for():
     assert_equal_bits({name: found[name] for name in wanted}, wanted)
 
 
+def test_layers_of_booleans_that_are_sharded():
+    masks = np.arange(24).reshape(8, 3) % 2 == 0
+    state = {"params": {"masks": masks}}
+    state = zerojax.shard_train_state(state, stage=3, overrides={"masks": P("data")})
+    found = dict(zerojax.stream(state, names={"masks": "mask.{}"}))
+    assert_equal_bits(found, {f"mask.{n}": mask for n, mask in enumerate(masks)})
+    assert {mask.dtype for mask in found.values()} == {np.dtype(bool)}
+
+
 # -- resharded
 
 

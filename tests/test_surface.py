@@ -23,10 +23,10 @@ from tests import house
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
-    "Checkpoints", "Offload", "Plan", "Precision", "Quantized", "audit", "eval_step", "forecast",
-    "full_params", "initialize", "load_step", "mean", "mesh", "pad_batch", "plan", "quantized",
-    "resharded", "restore", "save", "shard_batch", "shard_train_state", "stream", "train_step",
-    "unpad", "value_and_grad", "verify",
+    "Checkpoints", "Offload", "Plan", "Precision", "QuantizedWire", "audit", "eval_step",
+    "forecast", "full_params", "initialize", "load_step", "mean", "mesh", "pad_batch", "plan",
+    "quantized", "resharded", "restore", "save", "shard_batch", "shard_train_state", "stream",
+    "train_step", "unpad", "value_and_grad", "verify",
 }  # fmt: skip
 TOOLS = {
     "Meter", "Rates", "Report", "Verification", "audit", "choose", "forecast", "peak_flops",

@@ -40,7 +40,7 @@ if typing.TYPE_CHECKING:
     from zerojax._step.compiled import load_step as load_step
     from zerojax._step.grad import value_and_grad as value_and_grad
     from zerojax._step.step import eval_step as eval_step, train_step as train_step
-    from zerojax._wire.codecs import Quantized as Quantized
+    from zerojax._wire.codecs import QuantizedWire as QuantizedWire
     from zerojax.tools._audit.audit import audit as audit
     from zerojax.tools._forecast.forecast import forecast as forecast
     from zerojax.tools._verify.verify import verify as verify
@@ -54,7 +54,7 @@ _EXPORTS = {
     "_checkpoint.loop": ["Checkpoints"],
     "_checkpoint.save": ["restore", "save"],
     "_checkpoint.stream": ["stream"],
-    "_wire.codecs": ["Quantized"],
+    "_wire.codecs": ["QuantizedWire"],
     "tools._forecast.forecast": ["forecast"],
     "_loss.batch": ["shard_batch"],
     "_loss.mean": ["mean"],

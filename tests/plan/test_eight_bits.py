@@ -13,6 +13,7 @@ from tests.conftest import make_mesh
 from tests.plan.test_precision import HALVED, linear, made, stacks
 from tests.plan.test_rounding import numbers
 from tests.reference import assert_equal_bits
+from zerojax._checkpoint.conversion import names_of
 from zerojax._plan import encodings
 
 WEIGHTS = {"param": "bfloat16", "master": "split"}
@@ -331,6 +332,21 @@ def test_a_state_opens_with_another_precision(first, others, tmp_path):
             off = np.abs(got[name] - value)
             assert np.all(off <= apart * np.abs(value) + least), (second, name)
         zerojax.train_step(loss).lower(opened, batch)
+
+
+@pytest.mark.parametrize("field", ["master", "correction"])
+def test_a_wrapped_optimizer_may_have_no_state(field):
+    counts = ["count"] * (field == "correction")
+    names = ["params/w", *(f"opt_state/{name}" for name in [f"{field}/w", *counts])]
+    assert names_of(names).wrappers == (field,)
+
+
+@pytest.mark.parametrize("precision", [SPLIT, MASTER])
+def test_parameters_may_be_narrow_already(precision):
+    """The optimizer sees float32 from now on, and its state has to be that."""
+    state = made(optax.adam(1e-3), w=jnp.ones((64, 64), jnp.bfloat16))
+    plan = zerojax.plan(state, stage=3, mesh=TWO, precision=precision)
+    assert {jnp.dtype(x.dtype).name for x in plan.leaves if "/mu/" in x.path} == {"float32"}
 
 
 def test_what_is_refused():

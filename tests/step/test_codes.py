@@ -51,7 +51,7 @@ def test_gradients_are_as_far_off_as_the_codes_say(precision, most, options):
 
 
 def test_how_weights_are_gathered_changes_no_bit():
-    """Quantized lie within shards, so that codes are the same over one axis or two, kept or not."""
+    """Blocks lie within shards, so that codes are the same over one axis or two, kept or not."""
     ways = ({"prefetch": 0}, {"prefetch": 1, "regather": "gpu"})
     assert_equal_bits(*(grads_of(planned(INT8), **options) for options in ways))
 

@@ -148,6 +148,8 @@ def test_a_compiled_step_gathers_codes_and_rests_on_an_eighth_of_them():
     placed = zerojax.shard_train_state(zerojax.quantized(state_of()), stage=3)
     (rows,) = jax.tree.leaves(placed.params["base"]["w"])
     assert rows.addressable_shards[0].data.nbytes == LAYERS * CODES // 8
+    params = dequantized(zerojax.resharded(placed, dtype="bfloat16"))
+    assert params["base"]["w"].dtype == params["lora"]["a"].dtype == jnp.bfloat16
     report = zerojax.audit(zerojax.train_step(scanned), placed, BATCH).check()
     dtypes = {t.dtypes for t in report.traffic if t.kind == "all-gather" and "nf4" in str(t)}
     assert dtypes == {("u8",)}, str(report)
@@ -176,6 +178,21 @@ def test_rows_of_a_table_are_decoded_and_not_the_table():
     placed = plan.place(zerojax.quantized(state))
     full = dequantized(zerojax.quantized(state).params)
     assert_close(zerojax.eval_step(loss)(placed, ids)["loss"], loss(full, ids))
+
+
+@pytest.mark.parametrize("fill", [None, 0.0, 1.0])
+def test_rows_that_a_table_does_not_have(fill):
+    """NaN, as JAX returns it, or what the loss asks for."""
+    params = {"table": normal(6, DIM), "head": normal(DIM, 8)}
+    state = zerojax.quantized(state_of(params, {"table": True, "head": False}))
+
+    def loss(params, ids):
+        rows = params["table"].at[ids].get(mode="fill", fill_value=fill)
+        return jnp.mean((jnp.nan_to_num(rows, nan=2.0) @ params["head"]) ** 2)
+
+    placed, ids = zerojax.shard_train_state(state, stage=3), np.arange(ROWS, dtype=np.int32)
+    wanted = loss(dequantized(state.params), ids)
+    assert_close(zerojax.eval_step(loss)(placed, ids)["loss"], wanted)
 
 
 def test_weights_are_seen_in_the_dtype_of_the_others():

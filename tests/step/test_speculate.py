@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 
 import zerojax
@@ -110,6 +111,37 @@ def test_other_clips():
         close(a, b)
     ours, *_ = stepped(CLIPPED, "backward", {"stage": 3}, [float("inf")])
     assert all(np.isnan(x).all() for x in jax.tree.leaves(jax.device_get(ours.params["blocks"])))
+
+
+def test_a_sum_over_what_was_clipped_before():
+    """A layer does not know by how much."""
+    twice = optax.chain(optax.clip_by_global_norm(1.0), optax.clip_by_global_norm(0.5), ADAM)
+    labels = {"blocks": {"w": "twice", "norm": "once"}, "embed": "once"}
+    tx = optax.multi_transform({"twice": twice, "once": ADAM}, labels)
+    ours, *_ = stepped(tx, "backward", {"stage": 3}, [QUIET, LOUD])
+    after, *_ = stepped(tx, "after", {"stage": 3}, [QUIET, LOUD])
+    for a, b in zip(leaves(ours), leaves(after), strict=True):
+        close(a, b)
+
+
+def in_one_array(updates, state, params=None):
+    """A clip by the norm of all gradients, flattened and put together."""
+    norm = jnp.linalg.norm(ravel_pytree(updates)[0])
+    return jax.tree.map(lambda x: jnp.where(norm < 1, x, x / norm), updates), state
+
+
+def kept(updates, state, params=None):
+    return updates, optax.tree.norm(updates)
+
+
+@pytest.mark.parametrize(
+    ("update", "why"),
+    [(in_one_array, "reads it with other leaves"), (kept, "of other leaves reads its gradient")],
+)
+def test_gradients_that_another_update_reads_whole(update, why):
+    first = optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+    with pytest.raises(ValueError, match=rf"params/blocks/w: the update {why}"):
+        stepped(optax.chain(first, ADAM), "backward", {"stage": 3}, [QUIET])
 
 
 def test_masters_in_parts_and_moments_in_codes():

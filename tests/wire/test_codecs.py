@@ -10,14 +10,14 @@ import pytest
 
 import zerojax
 from tests import draw
-from zerojax import Quantized
+from zerojax import QuantizedWire
 from zerojax._wire.codecs import NOISE
 
 ROWS, COLUMNS = 32, 1024
 NORMAL = draw.normal(0, ROWS, COLUMNS)
 CODECS = [
-    *map(Quantized, ("int8", "int4", "float8_e4m3fn", "float8_e5m2")),
-    Quantized("int4", block=64),
+    *map(QuantizedWire, ("int8", "int4", "float8_e4m3fn", "float8_e5m2")),
+    QuantizedWire("int4", block=64),
 ]
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
 
@@ -70,22 +70,24 @@ def test_what_is_not_finite_is_not_hidden(codec):
     [(1600, 256, 200), (100, 256, 100), (50257, 256, None), (31, 256, None), (96, 64, 48)],
 )
 def test_blocks_are_the_largest_that_divide(length, block, fitted):
-    codec = Quantized("int8", block=block).fitted(length)
+    codec = QuantizedWire("int8", block=block).fitted(length)
     assert (codec and codec.block) == fitted
 
 
 def test_int4_packs_two_codes_in_a_byte():
     array = jnp.concatenate([jnp.arange(-7.0, 8.0), jnp.zeros(17)])[None]
-    codes, scales = Quantized("int4", block=32).encode(array)
+    codes, scales = QuantizedWire("int4", block=32).encode(array)
     assert codes.shape == (1, 16) and float(scales[0, 0]) == 1
-    np.testing.assert_array_equal(there_and_back(Quantized("int4", block=32), array), array)
+    np.testing.assert_array_equal(there_and_back(QuantizedWire("int4", block=32), array), array)
 
 
 def test_dtypes_and_names_of_codes_say_the_same():
     precision = zerojax.Precision(gather="int8", reduce=jnp.float8_e4m3fn)
-    assert precision == zerojax.Precision(gather=Quantized(), reduce=Quantized("float8_e4m3fn"))
+    assert precision == zerojax.Precision(
+        gather=QuantizedWire(), reduce=QuantizedWire("float8_e4m3fn")
+    )
     by_path = zerojax.Precision(gather={"mlp/up": None, "mlp": "int8", "^embed": jnp.bfloat16})
-    assert dict(by_path.gather) == {"mlp/up": None, "mlp": Quantized(), "^embed": jnp.bfloat16}
+    assert dict(by_path.gather) == {"mlp/up": None, "mlp": QuantizedWire(), "^embed": jnp.bfloat16}
     assert by_path != precision and hash(by_path) == hash(dataclasses.replace(by_path))
     ways = '{"mlp/up": None, "mlp": "int8", "^embed": "bfloat16"}'
     assert repr(by_path) == f"Precision(gather={ways})"
@@ -99,7 +101,7 @@ BLOCKS = [
 ]
 PRECISION = [
     ({"gather": "int4"}, r"gather='int4'\): 15 levels are too few"),
-    ({"gather": {"embed": Quantized("int4")}}, r"gather='int4'\): 15 levels are too few"),
+    ({"gather": {"embed": QuantizedWire("int4")}}, r"gather='int4'\): 15 levels are too few"),
     (
         {"reduce": "float8_e4m3"},
         r"'float8_e4m3'\): numbers of 8 bits need scales.*Use 'float8_e4m3fn",
@@ -123,6 +125,6 @@ PRECISION = [
 
 @pytest.mark.parametrize(("options", "says"), BLOCKS + PRECISION)
 def test_what_is_refused(options, says):
-    make = zerojax.Precision if options.keys() & {"gather", "reduce"} else Quantized
+    make = zerojax.Precision if options.keys() & {"gather", "reduce"} else QuantizedWire
     with pytest.raises(ValueError, match=says):
         make(**options)

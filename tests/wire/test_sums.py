@@ -28,7 +28,7 @@ def test_whatever_axes_codes_cross_each_shard_gets_its_own_part():
     """Groups within one another, from any axis on. A part that lands elsewhere is off by 140%."""
     mesh = zerojax.mesh(**LEVELS)
     orders = [axes for n in (2, 3) for axes in itertools.permutations(LEVELS, n)]
-    codes = zerojax.Precision(reduce=zerojax.Quantized("int8", block=64))
+    codes = zerojax.Precision(reduce=zerojax.QuantizedWire("int8", block=64))
     groups = [{"params": axes[0], "grads": axes[:2], "opt_state": axes} for axes in orders]
     plans = [plan(mesh, groups=each, precision=codes) for each in groups]
     grads = [zerojax.value_and_grad(loss, each) for each in plans]

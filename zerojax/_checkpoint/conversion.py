@@ -26,7 +26,9 @@ from zerojax._types import PyTree
 # The fields of the states that wrap an optimizer's, as names in files.
 WRAPPERS = {
     frozenset({MASTER, "inner"}): MASTER,
+    frozenset({MASTER}): MASTER,  # an optimizer without state, such as plain SGD
     frozenset({"count", CORRECTION, "inner"}): CORRECTION,
+    frozenset({"count", CORRECTION}): CORRECTION,
     frozenset({"count", "inner"}): "narrow",
     frozenset({"count", "inner", SCALES}): SCALES,
 }
@@ -86,18 +88,10 @@ def names_of(names: Iterable[str]) -> WrappedNames:
 
 
 class Conversion:
-    """How leaves of `like` come from those of a checkpoint that wraps its optimizer otherwise.
+    """How leaves of `like` come from those of a checkpoint that wraps its optimizer otherwise."""
 
-    `shapes` are the logical shapes of padded leaves.
-    """
-
-    def __init__(
-        self,
-        leaves: Sequence[Leaf],
-        saved: Mapping[str, jax.ShapeDtypeStruct],
-        shapes: Mapping[str, Shape],
-    ) -> None:
-        self.saved, self.shapes = saved, shapes
+    def __init__(self, leaves: Sequence[Leaf], saved: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        self.saved = saved
         self.like = {leaf.name: leaf.value for leaf in leaves}
         self.wanted, self.theirs = names_of(self.like), names_of(saved)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from zerojax._state.packed import Coding, encoded
+from zerojax._state.packed import Coding
 from zerojax._state.state import Leaf
 from zerojax._types import Shape
 
@@ -30,7 +30,7 @@ def encoding(read: ReadRows, coding: Coding, shape: Shape) -> ReadRows:
         weight = read((*before, slice(None)))
         if not weight.size:  # a shard of padding only
             return np.zeros((*weight.shape[:-1], coding.row), np.uint8)[..., last]
-        return np.asarray(encoded(weight, coding))[..., last]
+        return np.asarray(coding.bytes_of(weight))[..., last]
 
     def by_layer(index: tuple[slice, ...]) -> np.ndarray:
         layers = range(*index[0].indices(shape[0]))

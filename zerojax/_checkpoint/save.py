@@ -159,7 +159,7 @@ def restore(
             zeros = jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)
             values[leaf.name] = _matching.laundered(zeros, leaf.value)
     leaves = [leaf for leaf in leaves if leaf.name not in values]
-    conversion = Conversion(leaves, saved, shapes)
+    conversion = Conversion(leaves, saved)
     saved = conversion.as_wanted() if conversion.is_needed else saved
     wanted = _matching.match(leaves, saved, directory, shapes, **options)
     handler = Handler(restore_concurrent_gb=_concurrent_gb(like))

@@ -268,7 +268,7 @@ def _whole(value: Array, index: Sequence[Array], spec: PartitionSpec, dtype: np.
     if is_float:  # as bits: a sum with zeros is exact, and CPUs do not widen bfloat16
         value = lax.bitcast_convert_type(value, f"uint{8 * dtype.itemsize}")
     for axes, is_mine in owners:
-        value = lax.psum(jnp.where(is_mine, value, 0), axes)
+        value = lax.psum(jnp.where(is_mine, value, 0), axes).astype(value.dtype)  # of booleans too
     for dim, entry in enumerate(entries[len(index) :]):
         if axes := _axes(entry):
             value = lax.all_gather(value, axes, axis=dim, tiled=True)

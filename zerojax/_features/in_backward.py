@@ -143,21 +143,23 @@ class InBackward:
         self.whole = InParts(self.update, self.update.shapes, streamed, self.plan.stacks)
         if self.must:
             self.guess = Guess.of(self.whole, self.first)
-        full = self.whole.full
-        if isinstance(self.guess, Guess):  # what is guessed has its own way from the gradients
-            full = self.guess.taken_from(full)
-        origins = full.origins(range(self.first))
-        grads_of = [origins.get(v, frozenset()) for v in self.whole.full.outvars]
+        full = guessed = self.whole.full
+        if isinstance(self.guess, Guess):
+            guessed = self.guess.taken_from(full)
         own = [i for i, leaf in enumerate(self.plan.leaves, self.first) if leaf.kind == PARAMS]
         for part in self.whole.parts:
             for grad, param in enumerate(own):
                 if param not in part.inputs:
                     continue
-                readers = {self.first + k for k, grads in enumerate(grads_of) if grad in grads}
                 update, path = self.of_part(part, grad, param), self.leaves[grad].path
                 if isinstance(update, str):
                     self.why[path] = update
-                elif not readers <= set(part.inputs):
+                    continue
+                # What is guessed has its own way from the gradients, in the form of sums.
+                origins = (guessed if update.speculates else full).origins([grad])
+                reads = (v in origins for v in full.outvars)
+                readers = {k for k, is_one in enumerate(reads, self.first) if is_one}
+                if not readers <= set(part.inputs):
                     self.why[path] = "the update of other leaves reads its gradient"
                 else:
                     self.updates[path] = update

@@ -11,16 +11,18 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from zerojax import _compat
 from zerojax._kernel.jaxprs import Atom, is_call, is_var, type_of
-from zerojax._state.packed import Coding, Packed, decoded, is_packed
+from zerojax._state.packed import Coding, Packed, is_packed
 from zerojax._types import PyTree
 
 # Equations that change no element of a weight. What they say of its sharding, its codes have too.
 _UNCHANGED = frozenset({"copy", "copy_p", "sharding_constraint", "stop_gradient"})
+NAN = 255  # in all bytes of a row: its scales are NaN
 Codings = Sequence[Coding | None]
 
 
@@ -76,7 +78,7 @@ class _Rewriter:
         shape = type_of(codes).shape
         if (coding, shape) not in self.decodings:
             struct = jax.ShapeDtypeStruct(shape, jnp.uint8)
-            made = jax.make_jaxpr(lambda rows: decoded(rows, coding))(struct)
+            made = jax.make_jaxpr(coding.weight_of)(struct)
             (self.decodings[coding, shape],) = made.eqns
         eqn = self.decodings[coding, shape].replace(invars=[codes], outvars=[weight])
         return eqn if reader is None else eqn.replace(source_info=reader.source_info)
@@ -126,7 +128,7 @@ class _Level:
         elif name in _compat.REMAT:
             takes = [True] * len(eqn.invars)
         elif is_call(eqn) and "jaxpr" in eqn.params:
-            takes = [v not in self.decoded for v in eqn.invars]
+            takes = [is_var(v) and v not in self.decoded for v in eqn.invars]
         invars: list[Atom] = []
         codings: list[Coding | None] = []
         for atom, as_codes in zip(eqn.invars, takes, strict=True):
@@ -168,6 +170,7 @@ class _Level:
             params["new_sizes"] = (*params["new_sizes"][:-1], row)
         elif name == "gather" and _takes_rows(eqn):
             params["slice_sizes"] = (*params["slice_sizes"][:-1], row)
+            params["fill_value"] = NAN if params["fill_value"] else params["fill_value"]
         elif name != "squeeze" or len(before) - 1 in params["dimensions"]:
             return False
         new = self.named(result, after, coding)
@@ -178,9 +181,11 @@ class _Level:
 def _takes_rows(eqn: JaxprEqn) -> bool:
     """Whether a gather takes whole rows, as from a table of embeddings.
 
-    Where an index is out of bounds, JAX may return NaN. The largest bytes, which it then returns
-    for codes, are NaN too: the scale is.
+    Those of indices that are out of bounds may be NaN or 0, which bytes can say.
     """
+    fill = eqn.params["fill_value"]
+    if fill and not np.isnan(fill):
+        return False
     at, rank = eqn.params["dimension_numbers"], type_of(eqn.invars[0]).ndim
     last = rank - 1
     indexed = (*at.collapsed_slice_dims, *at.start_index_map, *at.operand_batching_dims)

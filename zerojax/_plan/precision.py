@@ -20,7 +20,7 @@ from zerojax._state.packed import is_packed
 from zerojax._state.state import leaves_with_paths
 from zerojax._types import PyTree
 from zerojax._wire import codecs as _codecs
-from zerojax._wire.codecs import Quantized, Ways
+from zerojax._wire.codecs import QuantizedWire, Ways
 
 NARROW = jnp.dtype(jnp.bfloat16)  # the dtype of narrow moments, and of weights with corrections
 CODES = jnp.dtype(jnp.int8)
@@ -42,14 +42,14 @@ class Precision:
         compute: the step casts floating parameters and batch leaves to it before the loss sees
             them. It casts shards, so weights are also gathered in this dtype.
         gather: the dtype in which sharded weights are gathered, if that is not `compute`: a float
-            dtype, "int8", "float8_e4m3fn" or a `zerojax.Quantized`. Quantized weights have a scale
-            for each block, and are decoded where they are used; gradients are not affected.
+            dtype, "int8", "float8_e4m3fn" or a `zerojax.QuantizedWire`. Quantized weights have a
+            scale for each block, and are decoded where they are used; gradients are not affected.
             Vectors, and leaves whose shards no block divides, travel unquantized: `print(plan)`
             says which. A dict `{path regex: any of these or None}` differs by path: the first
             pattern that matches counts, and parameters that none matches travel as `compute`.
         reduce: the dtype in which gradients are summed over devices; default, their own. With
-            "int8", "int4" or a `zerojax.Quantized` they travel quantized, over one axis of the mesh
-            after the other, and are summed in float32.
+            "int8", "int4" or a `zerojax.QuantizedWire` they travel quantized, over one axis of the
+            mesh after the other, and are summed in float32.
         param: the dtype in which parameters are stored, from the moment the state is placed.
         master: the dtype of the copies that the optimizer updates and keeps in its (sharded) state;
             with `param="bfloat16", master="float32"` and Adam those are the ZeRO paper's
@@ -74,7 +74,7 @@ class Precision:
     """
 
     compute: DTypeLike | None = None
-    reduce: DTypeLike | Quantized | None = None
+    reduce: DTypeLike | QuantizedWire | None = None
     param: DTypeLike | None = None
     master: DTypeLike | None = None
     moments: DTypeLike | None = None
@@ -126,8 +126,8 @@ class Precision:
             if isinstance(way, tuple):
                 each = (f"{json.dumps(pattern)}: {shown(one)}" for pattern, one in way)
                 return f"{{{', '.join(each)}}}"
-            if isinstance(way, Quantized):
-                return f'"{way.dtype}"' if way == Quantized(way.dtype) else f"zerojax.{way}"
+            if isinstance(way, QuantizedWire):
+                return f'"{way.dtype}"' if way == QuantizedWire(way.dtype) else f"zerojax.{way}"
             if way is None or _is_split(way):
                 return "None" if way is None else f'"{SPLIT}"'
             return f'"{jnp.dtype(way).name}"'  # type: ignore
@@ -139,7 +139,7 @@ class Precision:
     @property
     def sums(self) -> DTypeLike | None:
         """The dtype of the sums of gradients."""
-        return "float32" if isinstance(self.reduce, Quantized) else self.reduce
+        return "float32" if isinstance(self.reduce, QuantizedWire) else self.reduce
 
     @property
     def master_dtype(self) -> DTypeLike | None:
@@ -317,7 +317,7 @@ def _split_weights(
         for place in itertools.compress(range(len(new)), has_code):
             salt = _encodings.salt(state.count, place)
             weight, codes[place] = _encodings.split(new[place], salt)
-            # Between two numbers of bfloat16, so that adding it gives the new one exactly.
+            # The difference of two numbers of bfloat16 is exact, unless the step is large.
             steps[place] = weight.astype(jnp.float32) - weights[place].astype(jnp.float32)
         state = SplitState(state.count + 1, treedef.unflatten(codes), inner)
         return treedef.unflatten(steps), state
@@ -436,6 +436,19 @@ def _with_narrow(
     return CodedState(count, treedef.unflatten(values), treedef.unflatten(scales))
 
 
+def _as_made(
+    tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree, dtype: DTypeLike | None
+) -> PyTree:
+    """Returns an optimizer state in the dtypes that it has for parameters of this dtype."""
+    new = cast_floats(params, dtype)
+    if jax.tree.all(jax.tree.map(lambda old, new: old.dtype == new.dtype, params, new)):
+        return opt_state  # `tx.init` may need values
+    wanted = jax.eval_shape(tx.init, new)
+    return jax.tree.map(
+        lambda x, w: x if x.dtype == w.dtype else _cast(x, w.dtype), opt_state, wanted
+    )
+
+
 def _holds(opt_state: PyTree, *kinds: type) -> bool:
     """Whether a state has nodes of one of these kinds."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
@@ -477,13 +490,11 @@ def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
         opt_state, tx = _with_narrow(tx, params, opt_state, kind), narrow_moments(tx, kind)
     if casts:
         params = cast_floats(params, precision.param)
-        if precision.master is None:
-            wanted = jax.eval_shape(tx.init, params)
-            opt_state = jax.tree.map(lambda x, w: _cast(x, w.dtype), opt_state, wanted)
-        elif is_split:
+        opt_state = _as_made(tx, state.params, opt_state, precision.master_dtype or precision.param)
+        if is_split:
             opt_state = _with_corrections(tx, state.params, opt_state)
             tx = master_weights(tx, SPLIT)
-        else:  # copies of the parameters before they were rounded
+        elif precision.master is not None:  # copies of the parameters before they were rounded
             opt_state = _with_masters(tx, state.params, opt_state, precision.master)
             tx = master_weights(tx, precision.master)
     return state.replace(params=params, tx=tx, opt_state=opt_state)

@@ -15,7 +15,6 @@ from zerojax._state.packed import (
     Coding,
     Packed,
     coding_for,
-    encoded,
     is_packed,
     weights_of,
 )
@@ -30,8 +29,8 @@ def quantized(
 
     They rest so, sharded, and are gathered so: an eighth or a quarter of the bytes of float32. A
     loss sees the weights, which each device decodes after the gather, a layer at a time where they
-    are gathered so. Only activations have gradients. The optimizer must not update what is in
-    codes; the plan refuses it otherwise.
+    are gathered so. Only activations have gradients. The optimizer must not read the gradient of
+    what is in codes, not even for a clip; the plan refuses it otherwise.
 
     Arguments:
         state: any state that `zerojax.plan` takes, or a tree of parameters. For models too large
@@ -75,11 +74,11 @@ def quantized(
     def pack(path: tuple, value: PyTree) -> PyTree:
         if path not in codings:
             return value
+        coding = codings[path]
         if isinstance(value, jax.ShapeDtypeStruct):
-            rows: PyTree = jax.eval_shape(functools.partial(encoded, coding=codings[path]), value)
-        else:
-            rows = encoded(value, codings[path])
-        return Packed(np.asarray(rows) if isinstance(value, np.ndarray) else rows, codings[path])
+            return Packed(jax.eval_shape(coding.bytes_of, value), coding)
+        rows = coding.bytes_of(value)
+        return Packed(np.asarray(rows) if isinstance(value, np.ndarray) else rows, coding)
 
     new = jax.tree_util.tree_map_with_path(pack, params, is_leaf=is_packed)
     return new if params is state else _with_params(state, new)
@@ -87,7 +86,7 @@ def quantized(
 
 def _codings(state: PyTree, params: PyTree, coding_of, where: str | None) -> dict[tuple, Coding]:
     """Returns, by path, how each weight is written that goes into codes."""
-    leaves = [leaf for leaf in _state.leaves_with_paths(params)]
+    leaves = _state.leaves_with_paths(params)
     if where is not None:
         names = {leaf.path: leaf.name for leaf in leaves}
         chosen = _state.matching(where.removeprefix(f"{PARAMS}/"), names, "where=")
@@ -110,7 +109,8 @@ def _codings(state: PyTree, params: PyTree, coding_of, where: str | None) -> dic
     if not found:
         raise ValueError(
             "zerojax.quantized found no frozen matrix. Pass where=, a pattern of their paths, or "
-            "an optimizer that freezes some: optax.selective_transform(tx, freeze_mask=...)."
+            "an optimizer that reads no gradient of some: optax.selective_transform(tx, "
+            "freeze_mask=...), with clips inside of tx."
         )
     return found
 
@@ -166,7 +166,7 @@ def check_frozen(state: PyTree, frozen: set[str]) -> None:
         name = "/".join(filter(None, (PARAMS, _state.path_name(path))))
         if not any(one == f"{name}/{node.coding.kind}" for one in frozen):
             raise ValueError(
-                f"{name} rests as {node.coding.kind} codes, and the optimizer updates it. Freeze "
-                "it, as in optax.selective_transform(tx, freeze_mask=...), and make the optimizer "
-                "state for that."
+                f"{name} rests as {node.coding.kind} codes, which have no gradient, and the "
+                "optimizer reads it. Freeze it, as in optax.selective_transform(tx, "
+                "freeze_mask=...), with clips inside of tx, and make the optimizer state for that."
             )

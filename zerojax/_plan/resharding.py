@@ -22,6 +22,7 @@ from zerojax._plan.padding import padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._run import agreement as _agreement
 from zerojax._state import refusals as _refusals, state as _state
+from zerojax._state.packed import is_packed
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree, Shape
 from zerojax._wire import codecs as _codecs
@@ -48,7 +49,8 @@ def resharded(
             `zerojax.mesh(node=2, gpu=4)`, or a `tensor` axis of your own.
         overrides: `{path regex: PartitionSpec}` for parameters that go elsewhere: for tensor
             parallelism over the same devices, say. Paths are such as `dense/kernel`.
-        dtype: cast floats to this dtype, on the shards, before they travel.
+        dtype: cast floats to this dtype, on the shards, before they travel. Codes stay as they are,
+            and `zerojax.manual.dequantized` makes weights of this dtype of them.
         plan: the plan, for parameters without their state, and for states that do not carry an
             optimizer (tuples, dicts), if some of these rest padded.
 
@@ -83,7 +85,11 @@ def resharded(
     said = {"the places": "\n".join(shown)}
     _agreement.agree("zerojax.resharded", lambda: said, leaves[0].value.sharding.mesh)
     new = _mover(tuple(moves))([leaf.value for leaf in leaves])
-    return jax.tree.structure(params).unflatten(new)
+    new = jax.tree.structure(params).unflatten(new)
+    if dtype is None:
+        return new
+    # Weights in codes will be decoded in this dtype.
+    return jax.tree.map(lambda x: x.astype(dtype) if is_packed(x) else x, new, is_leaf=is_packed)
 
 
 def check_float(dtype: DTypeLike | None) -> None:

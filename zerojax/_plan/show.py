@@ -17,7 +17,7 @@ from zerojax._state.hints import NUMBER
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
 from zerojax._table import Cell, Table, human_bytes, told_apart
 from zerojax._types import Device
-from zerojax._wire.codecs import Quantized, codec_of, rules_of
+from zerojax._wire.codecs import QuantizedWire, codec_of, rules_of
 
 GRADS, ACTIVATIONS = "grads", "activations"
 
@@ -283,7 +283,7 @@ def _sent_as(plan: Layout, leaf: LeafPlan) -> str:
     return ", ".join(
         f"{name} {codec_of(leaf, way, plan.mesh).dtype or 'exactly'}"
         for name, way in ways.items()
-        if any(isinstance(each, Quantized) for _, each in rules_of(way))
+        if any(isinstance(each, QuantizedWire) for _, each in rules_of(way))
     )
 
 

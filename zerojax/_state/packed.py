@@ -56,6 +56,7 @@ class Coding:
     def code_bytes(self) -> int:
         return self.length if self.kind == "int8" else self.length // 2
 
+    @functools.partial(jax.jit, static_argnums=0)
     def bytes_of(self, weight: Array) -> Array:
         blocks = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, self.block)
         sizes = jnp.max(jnp.abs(blocks), axis=-1) / TOP_LEVELS[self.kind]
@@ -76,6 +77,7 @@ class Coding:
         scales = lax.bitcast_convert_type(scale, jnp.uint8)
         return jnp.concatenate([codes, scales.reshape(*weight.shape[:-1], -1)], axis=-1)
 
+    @functools.partial(jax.jit, static_argnums=0)
     def weight_of(self, rows: Array) -> Array:
         # Padding comes after the scales.
         codes, scales = jnp.split(rows[..., : self.row], [self.code_bytes], axis=-1)
@@ -91,16 +93,6 @@ class Coding:
             levels = signed.astype(jnp.float32)
         blocks = levels.reshape(*scale.shape, self.block) * scale[..., None]
         return blocks.reshape(*rows.shape[:-1], self.length).astype(self.dtype)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def encoded(weight: Array, coding: Coding) -> Array:
-    return coding.bytes_of(weight)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def decoded(rows: Array, coding: Coding) -> Array:
-    return coding.weight_of(rows)
 
 
 @register_pytree_with_keys_class
@@ -161,7 +153,7 @@ def coding_for(kind: str, block: int, shape: Shape, dtype: DTypeLike) -> Coding 
 def weights_of(tree: PyTree) -> PyTree:
     """Returns a tree with weights in place of their codes."""
     return jax.tree.map(
-        lambda x: decoded(x.rows, x.coding) if is_packed(x) else x, tree, is_leaf=is_packed
+        lambda x: x.coding.weight_of(x.rows) if is_packed(x) else x, tree, is_leaf=is_packed
     )
 
 

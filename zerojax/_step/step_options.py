@@ -22,7 +22,7 @@ from zerojax._plan.precision import Precision, check_precision
 from zerojax._state import state as _state
 from zerojax._types import PyTree
 from zerojax._wire import codecs as _codecs
-from zerojax._wire.codecs import Quantized
+from zerojax._wire.codecs import QuantizedWire
 
 ORDERS = MICROBATCHES, LAYERS = "microbatches", "layers"  # what runs first
 WHEN = ("backward", "after", "auto")  # parameters are updated
@@ -350,7 +350,7 @@ def precision_of(plan: Plan, given: Precision | None) -> Precision:
 
 def _check_codes(plan: Plan, precision: Precision) -> None:
     """Raises where no hop of the gradients leads from host to host only."""
-    axes = plan.groups.opt_state if isinstance(precision.reduce, Quantized) else ()
+    axes = plan.groups.opt_state if isinstance(precision.reduce, QuantizedWire) else ()
     between = slow(axes, plan.batch_axes)
     if axes and not between:
         raise ValueError(

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from zerojax._kernel.jaxprs import alive, is_var, reads, type_of
 from zerojax._update.rules import SAME, Flat, Label
-from zerojax._update.update import InParts
+from zerojax._update.update import TOGETHER, InParts
 
 NEVER_SAME = "the update reads something of all gradients, and that has no usual value"
 TINY = 1e-12  # of a sum over gradients; its square root is a normal number too
@@ -54,6 +54,8 @@ class Guess:
     ) -> None:
         self.full, self.one, self.count, self.scalars = parts.full, parts.one, count, scalars
         self.sums = sums
+        # The gradients that must be there to know the scalars, whatever else is known.
+        self.wanted = self.full.knowing(dict.fromkeys(sums, 0.0)).cut([*scalars]).read()
         places = {v: k for k, eqn in enumerate(self.full.eqns) for v in eqn.outvars}
         self.places = [places[v] for v in scalars]
         zero, tiny = self._at(0.0), self._at(TINY)
@@ -84,10 +86,12 @@ class Guess:
         sums = _sums(parts.full, count, found)
         if parts.full.knowing(dict.fromkeys(sums, 0.0)).cut([*found]).read():
             return NEVER_SAME
+        summed = {k: parts.full.eqns[k].invars[0] for k, grads in sums.items() if len(grads) == 1}
+        # Not what was clipped before: a layer does not know by how much.
         of_stacks = {
-            k: next(iter(grads))
-            for k, grads in sums.items()
-            if len(grads) == 1 and parts.labels[parts.full.eqns[k].invars[0]] == 0
+            k: next(iter(sums[k]))
+            for k, v in summed.items()
+            if parts.labels.get(v) == 0 and v not in of_all
         }
         return cls(parts, count, found, of_stacks)
 
@@ -152,6 +156,8 @@ class Guess:
         needed = frozenset(j for j, v in enumerate(invars) if v in live)
         if not all(self.is_usual[j] for j in needed):
             return NEVER_SAME
+        if grad in self.wanted:
+            return TOGETHER
         sums = tuple(k for k, of in self.sums.items() if of == grad)
         operands = [self.one.eqns[k].invars[0] for k in sums]
         if any(labels[v] != (SAME if dim is None else dim) for v in operands):

@@ -42,7 +42,7 @@ LEAST_BLOCK = 32  # with smaller blocks, more than an eighth of the bytes would 
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantized:
+class QuantizedWire:
     """Codes of 4 or 8 bits, with a float32 scale for each block of elements.
 
     Arguments:
@@ -51,10 +51,10 @@ class Quantized:
             not divide a leaf, the largest number from there down to 32 that does is taken.
 
     Example:
-        >>> sums = zerojax.Quantized("int8", block=128)
+        >>> sums = zerojax.QuantizedWire("int8", block=128)
         >>> precision = zerojax.Precision(gather="int8", reduce=sums)
         >>> print(precision.gather)
-        Quantized(dtype='int8', block=256)
+        QuantizedWire(dtype='int8', block=256)
     """
 
     adds = False
@@ -72,7 +72,7 @@ class Quantized:
                 "block is sent with a scale of 4 bytes. For int4 it must be even: a byte has two."
             )
 
-    def fitted(self, length: int) -> "Quantized | None":
+    def fitted(self, length: int) -> "QuantizedWire | None":
         """Returns the codec for shards of this last dimension, None if no block divides it."""
         sizes = (n for n in range(self.block, LEAST_BLOCK - 1, -1) if length % n == 0)
         size = next((n for n in sizes if n % 2 == 0 or self.dtype != "int4"), None)
@@ -110,7 +110,7 @@ class Quantized:
         self,
         grads: Sequence[Array],
         cuts: Sequence[Any],
-        codecs: Sequence["Quantized"],
+        codecs: Sequence["QuantizedWire"],
         axes: Axes,
     ) -> list[Array]:
         """Returns this device's part, along the dimension of its cut, of the sum of each gradient.
@@ -136,7 +136,7 @@ class Quantized:
 
 
 def _hop(
-    arrays: Sequence[Array], dims: Sequence[int], codecs: Sequence[Quantized], axis: str
+    arrays: Sequence[Array], dims: Sequence[int], codecs: Sequence[QuantizedWire], axis: str
 ) -> list[Array]:
     """Returns this device's part, along its dimension, of the sum of each array over an axis."""
     size = lax.axis_size(axis)
@@ -167,7 +167,7 @@ def _hop(
 
 # -- what `Precision` says of a direction, and what a leaf travels as
 
-Way = DTypeLike | Quantized | None  # how a parameter travels
+Way = DTypeLike | QuantizedWire | None  # how a parameter travels
 Rules = tuple[tuple[str, Way], ...]  # path patterns, of which the first that matches counts
 Ways = Way | Rules | Mapping[str, Way]
 
@@ -207,17 +207,17 @@ def _way_for(value: Any, field: str) -> Way:
             "Precision(gather='int4'): 15 levels are too few for weights, which each step reads "
             "anew. Use 'int8' or 'float8_e4m3fn'; gradients can be int4: reduce='int4'."
         )
-    if value is None or isinstance(value, Quantized):
+    if value is None or isinstance(value, QuantizedWire):
         return value
     dtype = float_dtype(value)
     name = dtype.name if dtype is not None else value
     if isinstance(name, str) and name in LARGEST_CODES:
-        return Quantized(name)
+        return QuantizedWire(name)
     if dtype is None:
         raise ValueError(
             f"Precision({field}={value!r}) is neither a float dtype nor a quantized one. Use one "
             "such as 'bfloat16', or 'int8', 'float8_e4m3fn', 'float8_e5m2', "
-            "zerojax.Quantized('int8', block=128)."
+            "zerojax.QuantizedWire('int8', block=128)."
         )
     if dtype.itemsize < 2:
         raise ValueError(
@@ -242,10 +242,10 @@ def way_of(path: str, ways: Ways) -> Way:
     return next((way for pattern, way in rules_of(ways) if re.search(pattern, path)), None)
 
 
-def codec_of(leaf: LeafPlan, ways: Ways, mesh: Mesh) -> Quantized | Exact:
+def codec_of(leaf: LeafPlan, ways: Ways, mesh: Mesh) -> QuantizedWire | Exact:
     """Returns the codec of a leaf's shards, an exact one for vectors and where no block divides."""
     way = way_of(leaf.path, ways)
-    if not isinstance(way, Quantized):
+    if not isinstance(way, QuantizedWire):
         return Exact(way)
     is_matrix = len(leaf.shape) - leaf.stacked >= 2
     if leaf.update.dim is None or not is_matrix or not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -255,10 +255,10 @@ def codec_of(leaf: LeafPlan, ways: Ways, mesh: Mesh) -> Quantized | Exact:
     return way.fitted(part[-1]) or Exact()
 
 
-def sum_codec_of(leaf: LeafPlan, ways: Ways, mesh: Mesh, axes: Axes) -> Quantized | Exact:
+def sum_codec_of(leaf: LeafPlan, ways: Ways, mesh: Mesh, axes: Axes) -> QuantizedWire | Exact:
     """Returns the codec of gradients that are summed over the batch's axes."""
     codec, is_float = codec_of(leaf, ways, mesh), jnp.issubdtype(leaf.dtype, jnp.floating)
-    if isinstance(codec, Quantized) or not is_float or sums_narrow(mesh, axes):
+    if isinstance(codec, QuantizedWire) or not is_float or sums_narrow(mesh, axes):
         return codec
     return Exact(jnp.promote_types(codec.dtype or leaf.dtype, jnp.float32))
 

@@ -23,7 +23,7 @@ from zerojax._step.step import Step, train_step
 from zerojax._step.step_options import MICROBATCHES, ORDERS, TrainOptions
 from zerojax._table import total
 from zerojax._types import PyTree
-from zerojax._wire.codecs import Quantized
+from zerojax._wire.codecs import QuantizedWire
 from zerojax.tools._audit import audit as _audit
 from zerojax.tools._forecast import cache as _cache
 from zerojax.tools._forecast.case import Case, Forecast
@@ -71,7 +71,7 @@ class WorkOptions(StateOptions, TrainOptions):
     def names_levels(self) -> bool:
         """Whether a step needs hosts and their GPUs as axes: it names one, or quantizes gradients
         between hosts."""
-        quantizes = isinstance(getattr(self.precision, "reduce", None), Quantized)
+        quantizes = isinstance(getattr(self.precision, "reduce", None), QuantizedWire)
         return quantizes or self.groups is not None or not isinstance(self.regather, bool)
 
 

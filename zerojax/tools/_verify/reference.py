@@ -33,7 +33,7 @@ from zerojax._step.step import Recipe, grad_norm
 from zerojax._step.step_options import precision_of
 from zerojax._table import human_bytes
 from zerojax._types import Device, PyTree, Shape, is_key, zero_gradient
-from zerojax._wire.codecs import NOISE, Quantized, rules_of
+from zerojax._wire.codecs import NOISE, QuantizedWire, rules_of
 from zerojax.tools._verify import compare as _compare
 from zerojax.tools._verify.compare import WRONG, Check
 
@@ -254,8 +254,10 @@ class Reference:
         devices, and to the dtypes of the parameters, which their gradients have."""
         options = (self.precision.gather, WEIGHTS_NOISE), (self.precision.reduce, GRADIENTS_NOISE)
         ways = [(way, factor) for option, factor in options for _, way in rules_of(option)]
-        noise = [factor * NOISE[way.dtype] for way, factor in ways if isinstance(way, Quantized)]
-        sent = [way for way, _ in ways if way is not None and not isinstance(way, Quantized)]
+        noise = [
+            factor * NOISE[way.dtype] for way, factor in ways if isinstance(way, QuantizedWire)
+        ]
+        sent = [way for way, _ in ways if way is not None and not isinstance(way, QuantizedWire)]
         params = [p.dtype for p in self.plan.params if jnp.issubdtype(p.dtype, jnp.floating)]
         dtypes = [replayed.dtype, *sent, *params]
         return max([_compare.tolerance_for(dtypes, self.device.platform), *noise])
