@@ -248,6 +248,9 @@ def test_files_have_codes_or_weights(tmp_path):
     for name, options in (("weights", {}), ("theirs", {"names": names}), ("codes", {})):
         got = import_safetensors(tmp_path / name, plan, **options)
         assert_equal_bits(zerojax.full_params(got, plan), want)
+    export_safetensors(tmp_path / "named", placed, plan=plan, names=names | {"v": "v"})
+    got = import_safetensors(tmp_path / "named", {"params": params}, names=names)
+    assert_equal_bits(got, jax.tree.map(np.asarray, dequantized(want)))
     export_safetensors(tmp_path / "merged", dequantized(want))
     got = import_safetensors(tmp_path / "merged", {"params": params})
     assert_equal_bits(got, jax.tree.map(np.asarray, dequantized(want)))
@@ -275,6 +278,8 @@ def test_a_nnx_model_trains_over_codes_in_place():
 
     model, optimizer = zerojax.nnx.shard(make, stage=3)
     full = dequantized(zerojax.full_params(zerojax.nnx.state(model, optimizer)))
+    streamed = dict(zerojax.stream(zerojax.nnx.state(model, optimizer)))
+    assert_equal_bits(streamed["up.kernel"], full["up"]["kernel"])
     step = zerojax.nnx.train_step(loss)
     assert model.up.kernel.get_raw_value().rows.addressable_shards[0].data.nbytes == DIM * 68 // 8
     value = step(model, optimizer, BATCH)["loss"]
