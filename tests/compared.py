@@ -26,6 +26,7 @@ from tests.trajectory import (
     End,
     batch_of,
     key_of,
+    some_frozen,
     start,
     subject_of,
     trajectory,
@@ -100,7 +101,11 @@ def loss_of(row: Row) -> Any:
 def state_at(row: Row, end: End) -> Any:
     """A state on one device that has been trained so far; of nnx, a model and its optimizer."""
     subject, tx = subject_of(row), OPTIMIZERS[row.optimizer]()
-    model = subject.model_of(end.params)
+    params = end.params
+    if row.packed:  # codes of what had been in codes may be others
+        stays = jax.tree.map("frozen".__eq__, some_frozen(params))
+        params = jax.tree.map(lambda s, a, b: a if s else b, stays, subject.params, params)
+    model = subject.model_of(params)
     if row.model == "nnx":
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         nnx.update(model, end.stats)
@@ -180,7 +185,8 @@ def started(row: Row, ends: list[End]) -> tuple[Training, int]:
     training = Training(row, state_at(row, ends[0]))
     with tempfile.TemporaryDirectory() as directory:
         zerojax.save(f"{directory}/state", Training(other, state_at(row, ends[1])).get())
-        training.put(zerojax.restore(f"{directory}/state", like=training.get()))
+        cast = other.precision != row.precision  # what is frozen, and has no master
+        training.put(zerojax.restore(f"{directory}/state", like=training.get(), cast=cast))
     return training, 1
 
 
@@ -280,8 +286,9 @@ def shown_as_on_one_device(row: Row, state: Any, wanted: End) -> End:
     of one device, rounded."""
     state = jax.device_get(zerojax.unpad(state))
     params, opt_state = zerojax.manual.dequantized(state.params), state.opt_state
-    wrapped = settings(row.precision)
-    masters, opt_state = masters_of(params, opt_state) if "master" in wrapped else (None, opt_state)
+    wrapped, masters = settings(row.precision), None
+    if "master" in wrapped:
+        masters, opt_state = masters_of(state.params, opt_state)
     if "moments" in wrapped:
         opt_state = moments_of(opt_state)
     if masters is not None:
