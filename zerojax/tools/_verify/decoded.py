@@ -21,10 +21,10 @@ from zerojax._types import PyTree, Shape
 # How far apart two numbers may be that were rounded at random: two steps between corrections; two
 # neighbouring codes, and numbers below the smallest one of their block, all relative.
 MASTERS_APART = 2 * _encodings.STEP * 2.0**-23
-CODES_APART, LEAST_CODE = 1 / 4, 2.0**-15
+MOMENTS_APART, LEAST_CODE = 1 / 4, 2.0**-15
 
 
-class Number(NamedTuple):
+class InTwoLeaves(NamedTuple):
     """An array in two leaves, and how a table of comparisons names it."""
 
     path: str
@@ -43,10 +43,10 @@ class Number(NamedTuple):
         size = np.abs(np.nan_to_num(wanted))
         if self.kind == PARAMS:
             return MASTERS_APART * size
-        return CODES_APART * size + LEAST_CODE * np.max(size, axis=-1, keepdims=True, initial=0)
+        return MOMENTS_APART * size + LEAST_CODE * np.max(size, axis=-1, keepdims=True, initial=0)
 
 
-def numbers_in(state: PyTree) -> list[Number]:
+def numbers_in(state: PyTree) -> list[InTwoLeaves]:
     """Returns the masters and moments that a state keeps in two leaves."""
     names = _conversion.names_of(leaf.name for leaf in _state.leaves_of(state))
     found = []
@@ -54,21 +54,21 @@ def numbers_in(state: PyTree) -> list[Number]:
         if CORRECTION in roles:
             weight = roles[_conversion.AS_WEIGHT]
             parts = weight, roles[CORRECTION]
-            found.append(Number(f"{weight} (master)", PARAMS, parts))
+            found.append(InTwoLeaves(f"{weight} (master)", PARAMS, parts))
         elif SCALES in roles:
             codes = roles[_conversion.AS_MOMENT]
-            found.append(Number(f"{codes} (decoded)", OPT_STATE, (codes, roles[SCALES])))
+            found.append(InTwoLeaves(f"{codes} (decoded)", OPT_STATE, (codes, roles[SCALES])))
     return found
 
 
-def decoded(state: PyTree, numbers: list[Number]) -> list[jax.Array]:
+def decoded(state: PyTree, numbers: list[InTwoLeaves]) -> list[jax.Array]:
     """Returns these numbers of a state without padding."""
     values = {leaf.name: leaf.value for leaf in _state.leaves_of(state)}
     return [number.of(values) for number in numbers]
 
 
 def seen(
-    state: PyTree, numbers: list[Number], shapes: Mapping[str, tuple[Shape, Shape]]
+    state: PyTree, numbers: list[InTwoLeaves], shapes: Mapping[str, tuple[Shape, Shape]]
 ) -> Iterator[np.ndarray | None]:
     """Yields these numbers of a state whose leaves may rest padded; None where a leaf is missing or
     has another shape. `shapes` are those of leaves without and with padding."""

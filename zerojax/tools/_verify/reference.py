@@ -37,7 +37,7 @@ from zerojax._types import Device, PyTree, Shape, is_key, zero_gradient
 from zerojax._wire.codecs import NOISE, Quantized, rules_of
 from zerojax.tools._verify import compare as _compare, decoded as _decoded
 from zerojax.tools._verify.compare import WRONG, Check
-from zerojax.tools._verify.decoded import Number
+from zerojax.tools._verify.decoded import InTwoLeaves
 
 # Where weights or gradients travel quantized, gradients may be off by these multiples of the
 # quantization noise, relative to their largest element.
@@ -359,7 +359,7 @@ class Comparison:
         return self.led_to(self.right.grads)
 
     @functools.cached_property
-    def numbers(self) -> list[Number]:
+    def numbers(self) -> list[InTwoLeaves]:
         """The masters and moments that the state keeps in 8 bits."""
         return _decoded.numbers_in(self.reference.state)
 
