@@ -10,6 +10,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx, struct
 from flax.training.train_state import TrainState
@@ -17,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 
 import zerojax
 import zerojax.nnx
-from tests.space import Row
+from tests.space import SEVEN, Row, settings
 from tests.trajectory import (
     OPTIMIZERS,
     RATE,
@@ -25,10 +26,12 @@ from tests.trajectory import (
     End,
     batch_of,
     key_of,
+    some_frozen,
     start,
     subject_of,
     trajectory,
 )
+from zerojax._plan import encodings
 
 
 class State(TrainState):
@@ -98,19 +101,26 @@ def loss_of(row: Row) -> Any:
 def state_at(row: Row, end: End) -> Any:
     """A state on one device that has been trained so far; of nnx, a model and its optimizer."""
     subject, tx = subject_of(row), OPTIMIZERS[row.optimizer]()
-    model = subject.model_of(end.params)
+    params = end.params
+    if row.packed:  # codes of what had been in codes may be others
+        stays = jax.tree.map("frozen".__eq__, some_frozen(params))
+        params = jax.tree.map(lambda s, a, b: a if s else b, stays, subject.params, params)
+    model = subject.model_of(params)
     if row.model == "nnx":
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         nnx.update(model, end.stats)
         state = zerojax.nnx.state(model, optimizer)
         zerojax.nnx.update(model, optimizer, state.replace(opt_state=end.opt_state))
+        if row.packed:
+            zerojax.nnx.quantized(model, optimizer, row.packed)
         return model, optimizer
     fields = {"stats": end.stats} if row.fields else {}
     if row.model == "equinox":  # whose arrays of numpy are constants
         state = Modules.create(jax.tree.map(jnp.asarray, model), tx, **fields)
     else:
         state = State.create(apply_fn=None, params=model, tx=tx, **fields)
-    return state.replace(opt_state=end.opt_state)
+    state = state.replace(opt_state=end.opt_state)
+    return zerojax.quantized(state, row.packed) if row.packed else state
 
 
 class Training:
@@ -159,6 +169,8 @@ ELSEWHERE = {
         "stage": 3,
         "offload": ("opt_state", "params"),
     },
+    "saved wide": {"layout": "data=8", "stage": 2, "precision": ""},
+    "saved in codes": {"layout": "node=2/1 gpu=2/3", "stage": 3, "precision": SEVEN},
 }
 
 
@@ -173,7 +185,8 @@ def started(row: Row, ends: list[End]) -> tuple[Training, int]:
     training = Training(row, state_at(row, ends[0]))
     with tempfile.TemporaryDirectory() as directory:
         zerojax.save(f"{directory}/state", Training(other, state_at(row, ends[1])).get())
-        training.put(zerojax.restore(f"{directory}/state", like=training.get()))
+        cast = other.precision != row.precision  # what is frozen, and has no master
+        training.put(zerojax.restore(f"{directory}/state", like=training.get(), cast=cast))
     return training, 1
 
 
@@ -245,8 +258,11 @@ CODES = {"int8", "int4", "float8_e4m3fn"}
 def check_numbers(row: Row, found: Run, ends: list[End]) -> None:
     state = found.training.get()
     sent = set(re.findall(r"(?:weight|gradient) (\w+)", str(state.tx.plan))) & CODES
-    rounds = sent | (set(row.types.values()) - CODES)
-    limits = COARSE if "int4" in sent else FLOAT8 if "float8_e4m3fn" in sent else ROUNDED
+    read = settings(ELSEWHERE.get(row.source, {}).get("precision", ""))
+    stored = {*settings(row.precision).items(), *read.items()}
+    rounds = sent | stored | (set(settings(row.codes).values()) - CODES)
+    limits = FLOAT8 if "float8_e4m3fn" in sent or ("moments", "int8") in stored else ROUNDED
+    limits = COARSE if "int4" in sent else limits
     of_state, of_params, of_metrics = limits if rounds else EXACT
     if row.optimizer == "muon" and rounds:  # it makes a whole step of what rounding is off by
         of_params = math.inf if "int4" in sent else COARSE[1]
@@ -269,21 +285,45 @@ def shown_as_on_one_device(row: Row, state: Any, wanted: End) -> End:
     """Of parameters that are stored in 16 bits, the masters. Frozen ones have none: they are those
     of one device, rounded."""
     state = jax.device_get(zerojax.unpad(state))
-    params, opt_state = state.params, state.opt_state
-    if "moments" in row.types:
-        opt_state = opt_state.inner
-    if "master" in row.types:
-        stored, masters, opt_state = named(params), named(opt_state.master), opt_state.inner
+    params, opt_state = zerojax.manual.dequantized(state.params), state.opt_state
+    wrapped, masters = settings(row.precision), None
+    if "master" in wrapped:
+        masters, opt_state = masters_of(state.params, opt_state)
+    if "moments" in wrapped:
+        opt_state = moments_of(opt_state)
+    if masters is not None:
+        stored, masters = named(params), named(masters)
         params = named(wanted.params) | masters
         assert stored.keys() == params.keys()
         assert row.optimizer == "frozen" or masters.keys() == params.keys()
         for name, exact in params.items():
             # XLA may compute a master twice, in two fusions that do not round its last bit alike.
-            ends = [(exact * (1 + off)).astype(jnp.bfloat16) for off in (-1e-6, 1e-6)]
+            ends = [(exact * (1 + off)).astype(stored[name].dtype) for off in (-1e-6, 1e-6)]
             nearest = np.clip(stored[name], np.minimum(*ends), np.maximum(*ends))
             np.testing.assert_array_equal(stored[name], nearest, name)
     stats = state.variables["values"] if row.model == "nnx" else getattr(state, "stats", None)
     return End(params, opt_state, stats, {})
+
+
+def masters_of(params: Any, opt_state: Any) -> tuple[Any, Any]:
+    """The masters, of parameters that have any, and the state that `master_weights` wraps."""
+    if not hasattr(opt_state, "correction"):
+        return opt_state.master, opt_state.inner
+    joined = lambda code, weight: code if is_hole(code) else encodings.joined(weight, code)
+    masters = jax.tree.map(joined, opt_state.correction, params, is_leaf=is_hole)
+    return masters, opt_state.inner
+
+
+def moments_of(opt_state: Any) -> Any:
+    """The state that `narrow_moments` wraps."""
+    if not hasattr(opt_state, "scales"):
+        return opt_state.inner
+    decoded = lambda scale, codes: codes if is_hole(scale) else encodings.decoded(codes, scale)
+    return jax.tree.map(decoded, opt_state.scales, opt_state.inner, is_leaf=is_hole)
+
+
+def is_hole(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def named(tree: Any) -> dict[str, np.ndarray]:

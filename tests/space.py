@@ -48,6 +48,7 @@ class Row:
     fields: bool = False  # statistics that the loss updates
     donate: bool = True
     skip: bool = False  # what is not finite
+    packed: str = ""  # the codes in which frozen matrices rest
     source: str = "arrays"  # of the state: trained ones, a function, a checkpoint of another row
 
     def __str__(self) -> str:
@@ -87,7 +88,9 @@ def settings(text: str) -> dict[str, str]:
 # too. The axis of the fast links is the last one.
 REPLICATED = "node=2/0 gpu=2/3"
 INT4 = "reduce=int4 gather=float8_e4m3fn"
-MASTERS = "compute=bfloat16 param=bfloat16 master=float32"
+NARROW = "compute=bfloat16 param=bfloat16"
+MASTERS, SPLIT = f"{NARROW} master=float32", f"{NARROW} master=split"
+SEVEN = f"{SPLIT} moments=int8"
 BOTH = ("opt_state", "params")
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -104,7 +107,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     ),
     "stage": (3, 2, 1, 0),
     "optimizer": ("adamw", "adafactor", "muon", "several", "wrapped", "frozen"),
-    "precision": ("", "compute=bfloat16", MASTERS, "moments=bfloat16"),
+    "precision": ("", "compute=bfloat16", MASTERS, SEVEN, "moments=bfloat16"),
     "codes": ("", "reduce=int8", "gather=int8", INT4, "reduce=bfloat16 gather=bfloat16"),
     "accumulate": (1, 2, 4),
     "order": ("microbatches", "layers"),
@@ -120,6 +123,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "fields": (False, True),
     "donate": (True, False),
     "skip": (False, True),
+    "packed": ("",),
     "source": ("arrays", "function", "saved flat", "saved in groups"),
 }
 LOOPLESS, SEVERAL = ("mlp", "convnet"), (2, 4)
@@ -309,7 +313,12 @@ def verified() -> tuple[int, ...]:
 
 # -- rows at random
 
-RARE = ("clipped", "loose", "lion", "lamb", "momentum", "novograd", "scheduled")
+RARE: dict[str, tuple[Any, ...]] = {
+    "model": ("chunks",),
+    "optimizer": ("clipped", "loose", "lion", "lamb", "momentum", "novograd", "scheduled"),
+    "precision": (SPLIT, "moments=int8", f"{SPLIT} moments=bfloat16", f"{MASTERS} moments=int8"),
+    "source": ("saved wide", "saved in codes"),
+}
 CHAINS = tuple(
     " ".join(f"{axis}/{kind}" for axis, kind in zip(mesh.split(), kinds, strict=True))
     for mesh in ("data=8", "node=2 gpu=4", "rack=2 node=2 gpu=2")
@@ -320,7 +329,7 @@ CHAINS = tuple(
 def walk(seed: int, number: int) -> Row:
     """The first have each mesh and all groups over it, with gradients as codes."""
     rng = random.Random(f"{seed}-{number}")
-    others = {"optimizer": RARE, "layout": CHAINS}
+    others = RARE | {"layout": CHAINS}
     levels = {
         name: rng.choice(of + others.get(name, ())) if rng.random() < 0.4 else of[0]
         for name, of in FACTORS.items()
@@ -329,6 +338,9 @@ def walk(seed: int, number: int) -> Row:
         levels["keep_layers"] = rng.choice((1, 2, 9))
     if levels["model"] == "linen":  # where parameters are whole, no layers are rolled up
         levels |= {"order": "microbatches", "activations": None}
+    if rng.random() < 0.2:  # blocks of 4 bits are even
+        kinds = ("nf4", "int4", "int8") if levels["shapes"] == "even" else ("int8",)
+        levels |= {"optimizer": "frozen", "packed": rng.choice(kinds)}
     if number < len(CHAINS):
         levels |= {"layout": CHAINS[number], "codes": "reduce=int8"}
     return Row(**levels)

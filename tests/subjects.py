@@ -116,7 +116,19 @@ def mlp(sizes: Sizes) -> Subject:
     return Subject(params, stats, apply, lambda rng, rows: normal(rng, rows, 1, dim)[:, 0])
 
 
-def gpt(sizes: Sizes) -> Subject:
+def in_chunks(x: jax.Array, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The losses of rows, a few logits at a time."""
+
+    def loss_of(token):
+        logits = (table @ token[0]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, token[1])
+
+    each = x[:, :-1].reshape(-1, x.shape[-1]), tokens[:, 1:].reshape(-1)
+    losses = jax.lax.map(jax.checkpoint(loss_of), each, batch_size=3)
+    return losses.reshape(len(x), -1).mean(-1)
+
+
+def gpt(sizes: Sizes, chunked: bool = False) -> Subject:
     """A loop over stacked layers, with keys and statistics for each, and a tied embedding."""
     dim, hidden, vocab = sizes
     rng = np.random.default_rng(1)
@@ -144,8 +156,10 @@ def gpt(sizes: Sizes) -> Subject:
         keys = None if key is None else jax.random.split(key, LAYERS)
         scanned = (params["blocks"], stats["mean"], keys)
         x, means = jax.lax.scan(wrap(functools.partial(layer, rate)), x, scanned)
-        logits = norm(x, params["norm"]) @ params["embed"].T
-        new = {"mean": means, "seen": stats["seen"] + 1}
+        x, new = norm(x, params["norm"]), {"mean": means, "seen": stats["seen"] + 1}
+        if chunked:
+            return in_chunks(x, params["embed"], tokens), new, scale_of(x)
+        logits = x @ params["embed"].T
         return next_token(logits, tokens), new, scale_of(logits)
 
     return Subject(params, stats, apply, some_tokens)
@@ -338,6 +352,7 @@ def equinox_model(sizes: Sizes) -> Subject:
 
 MODELS = {
     "gpt": gpt,
+    "chunks": functools.partial(gpt, chunked=True),
     "mlp": mlp,
     "linen": transformer,
     "convnet": convnet,

@@ -128,6 +128,60 @@ def test_an_engine_takes_tensors_by_dlpack():
     assert_equal_bits(engine["blocks.3.down"], PARAMS["blocks"]["down"][3])
 
 
+# -- what rests as codes
+
+# Of 8 devices, one has only padding of each; `experts` are sharded along their layers.
+FROZEN = {"up": normal(4, 33, 96), "down": normal(4, 41, 64), "experts": normal(8, 5, 64)}
+PACKED = {
+    "blocks": zerojax.quantized({name: FROZEN[name] for name in ("up", "down")}),
+    "experts": zerojax.quantized(FROZEN["experts"], "int8"),
+    "table": zerojax.quantized(normal(40, 32), "int4"),
+    "head": normal(17, 8),
+}
+PACKED_NAMES = {
+    "blocks/up": ("h.{}.up", "out in -> in out"),
+    "blocks/down": ("h.{}.down", "(0/1 in) out -> in out"),
+    "experts": "expert.{}",
+}
+
+
+def weights_under_names(dtype):
+    weights = jax.tree.map(np.asarray, zerojax.manual.dequantized(PACKED))
+    found = {name: weights[name] for name in ("head", "table")}
+    found |= {f"h.{n}.up": weights["blocks"]["up"][n].T for n in range(4)}
+    found |= {f"h.{n}.down": weights["blocks"]["down"][n] for n in range(4)}
+    found |= {f"expert.{n}": weights["experts"][n] for n in range(8)}
+    return {name: np.asarray(jnp.asarray(x, dtype)) for name, x in found.items()}
+
+
+def packed_state(row):
+    options = {"stage": 3, **ROWS[row]}
+    plan = zerojax.plan({"params": PACKED}, **options)
+    return plan.place({"params": PACKED}), plan
+
+
+@pytest.mark.parametrize(("row", "dtype"), [("stage 3", "bfloat16"), ("host", "float32")])
+def test_codes_leave_as_weights(row, dtype, programs):
+    """Under the weights' names, decoded in the dtype asked for, and gathered as codes."""
+    state, plan = packed_state(row)
+    found = dict(zerojax.stream(state, names=PACKED_NAMES, dtype=dtype, plan=plan))
+    wanted = weights_under_names(dtype)
+    assert found.keys() == wanted.keys()
+    assert_equal_bits(found, wanted)
+    assert len(programs) == 5
+    for gather, peak in programs.items():
+        assert gather.nbytes < peak <= gather.most_bytes, gather
+
+
+def test_names_choose_between_codes_and_weights():
+    state, plan = packed_state("stage 3")
+    found = dict(zerojax.stream(state, names={"experts/int8": "bytes"}, plan=plan))
+    assert_equal_bits(found["bytes"], np.asarray(PACKED["experts"].rows))
+    assert found["blocks.up"].dtype == np.float32
+    with pytest.raises(ValueError, match=r"counts all dimensions of table.*Leave out the {}"):
+        zerojax.stream(state, names={"table": "{}.{}"}, plan=plan)
+
+
 # -- memory
 
 

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.training.train_state import TrainState
 
+import zerojax
 from tests.space import Row
 from tests.subjects import Subject, subject
 
@@ -161,7 +163,16 @@ def norm_of(row: Row, grads: Any) -> np.floating:
 def start(row: Row) -> End:
     made = subject_of(row)
     opt_state = jax.device_get(jax.jit(OPTIMIZERS[row.optimizer]().init)(made.params))
-    return End(made.params, opt_state, made.stats, {})
+    params = as_packed(made.params, row.packed) if row.packed else made.params
+    return End(params, opt_state, made.stats, {})
+
+
+def as_packed(params: Any, codes: str) -> Any:
+    """Parameters with the error of codes in the frozen matrices."""
+    frozen = jax.tree.map("frozen".__eq__, some_frozen(params))
+    tx = optax.selective_transform(optax.sgd(0.1), freeze_mask=frozen)
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    return jax.device_get(zerojax.manual.dequantized(zerojax.quantized(state, codes).params))
 
 
 @functools.lru_cache(1)  # a row's training and its check ask for it

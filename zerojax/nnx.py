@@ -25,6 +25,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
@@ -112,13 +113,16 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
     planned = {f.name: getattr(options, f.name) for f in dataclasses.fields(PlanOptions)}
     placed = _planner.shard_train_state(source, **planned)
     if options.precision is not None and options.precision.stores:
-        # The optimizer needs variables for a state of another structure.
-        tx = placed.tx.original
-        like = nnx.eval_shape(lambda m: nnx.Optimizer(m, tx, wrt=optimizer.wrt), model)
-        optimizer.opt_state = like.opt_state
+        _renew(model, optimizer, placed.tx.original)
     optimizer.tx = placed.tx
     update(model, optimizer, placed)
     return model, optimizer
+
+
+def _renew(model: nnx.Module, optimizer: nnx.Optimizer, tx: optax.GradientTransformation) -> None:
+    """Gives an optimizer the variables that it needs for a state of another structure."""
+    like = nnx.eval_shape(lambda m: nnx.Optimizer(m, tx, wrt=optimizer.wrt), model)
+    optimizer.opt_state = like.opt_state
 
 
 def quantized(
@@ -146,8 +150,12 @@ def quantized(
         >>> float(step(model, optimizer, jnp.zeros((8, 64)))["loss"])
         1.0
     """
-    new = _quantize.quantized(state(model, optimizer), codes, where=where, block=block)
+    old = state(model, optimizer)
+    new = _quantize.quantized(old, codes, where=where, block=block)
     nnx.update(model, new.params)
+    if jax.tree.structure(new.opt_state) != jax.tree.structure(old.opt_state):
+        _renew(model, optimizer, optimizer.tx)
+        update(model, optimizer, new)
     return model, optimizer
 
 

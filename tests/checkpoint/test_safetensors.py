@@ -109,11 +109,12 @@ def test_master_copies_would_write_old_parameters_back(tmp_path):
     txs = {"w": optax.adam(1e-3), "frozen": optax.set_to_zero()}
     tx = optax.multi_transform(txs, {name: name for name in params})
     make = lambda: TrainState.create(apply_fn=None, params=jax.tree.map(jnp.asarray, params), tx=tx)
-    precision = zerojax.Precision(param="bfloat16", master="float32")
-    state = zerojax.shard_train_state(make, stage=3, precision=precision)
     export_safetensors(tmp_path / "w", params)
-    with pytest.raises(ValueError, match=r"copies of w, from.*before the state is placed"):
-        import_safetensors(tmp_path / "w", like=state, cast=True)
+    for master, kept in (("split", "8-bit corrections"), ("float32", "master copies")):
+        precision = zerojax.Precision(param="bfloat16", master=master)
+        state = zerojax.shard_train_state(make, stage=3, precision=precision)
+        with pytest.raises(ValueError, match=rf"{kept} of w, from.*before the state is placed"):
+            import_safetensors(tmp_path / "w", like=state, cast=True)
     options = {"cast": True, "keep": "w$", "ignore": "w$"}
     import_safetensors(tmp_path / "w", like=state, **options)  # what is frozen has none
     import_safetensors(tmp_path / "w", like=zerojax.plan(state), cast=True)

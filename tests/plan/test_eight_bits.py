@@ -19,6 +19,7 @@ from zerojax._plan import encodings
 WEIGHTS = {"param": "bfloat16", "master": "split"}
 SPLIT, SEVEN = zerojax.Precision(**WEIGHTS), zerojax.Precision(**WEIGHTS, moments="int8")
 MASTER = zerojax.Precision(param="bfloat16", master="float32")
+EIGHT = zerojax.Precision(moments="int8")
 TWO, FOUR = make_mesh(2), make_mesh(4)
 STEP, COUNT = 2.0**-23, 2000  # a float32 number, relative to the size of 1; steps
 
@@ -280,6 +281,31 @@ def test_verify_knows_that_codes_are_rounded_at_random():
     zerojax.verify(step, state, batch.astype("f")).check()
 
 
+@pytest.mark.parametrize(
+    ("precision", "path"),
+    [(SPLIT, "params/w (master)"), (EIGHT, "opt_state/inner/0/mu/w (decoded)")],
+)
+def test_verify_compares_what_codes_stand_for(precision, path):
+    """Corrections that are lost change no weight; codes that are three off may be a third off."""
+    state = zerojax.shard_train_state(model(), stage=3, precision=precision, mesh=TWO)
+    step, batch = zerojax.train_step(loss), np.random.default_rng(0).normal(size=(16, 256))
+
+    def broken(state, batch):
+        new, metrics = step(state, batch)
+        opt_state = new.opt_state
+        if precision is SPLIT:
+            correction = jax.tree.map(jnp.zeros_like, opt_state.correction)
+            return new.replace(opt_state=opt_state._replace(correction=correction)), metrics
+        adam, *others = opt_state.inner
+        codes = jnp.clip(adam.mu["w"].astype("int32") + 3, -127, 127).astype("int8")
+        inner = (adam._replace(mu=adam.mu | {"w": codes}), *others)
+        return new.replace(opt_state=opt_state._replace(inner=inner)), metrics
+
+    assert path in str(zerojax.verify(step, state, batch.astype("f")).check())
+    report = zerojax.verify(broken, state, batch.astype("f"), like=step)
+    assert path in [check.path for check in report.wrong], report
+
+
 # -- checkpoints
 
 SAVED = {None: None, "master": MASTER, "split": SPLIT, "seven": SEVEN}
@@ -347,6 +373,19 @@ def test_parameters_may_be_narrow_already(precision):
     state = made(optax.adam(1e-3), w=jnp.ones((64, 64), jnp.bfloat16))
     plan = zerojax.plan(state, stage=3, mesh=TWO, precision=precision)
     assert {jnp.dtype(x.dtype).name for x in plan.leaves if "/mu/" in x.path} == {"float32"}
+@pytest.mark.parametrize("kind", ["master", "split"])
+def test_weights_that_are_read_alone_bring_their_masters(kind, tmp_path):
+    """Those of the old weights would undo them, or correct other ones."""
+    state = zerojax.shard_train_state(model(), stage=3, precision=SAVED[kind], mesh=TWO)
+    new = model().params | {"w": model().params["w"] * np.float32(1.7)}
+    zerojax.save(tmp_path / "weights", {"params": new})
+    options = {"like": state, "keep": "step|opt_state"}
+    with pytest.raises(ValueError, match=r"not params/., which are one .*keep='opt_state/inner'"):
+        zerojax.restore(tmp_path / "weights", **options)
+    opened = zerojax.restore(tmp_path / "weights", like=state, keep="step|opt_state/inner")
+    found = decoded(opened)["master"]
+    assert np.max(np.abs(found / new["w"] - 1)) <= (129 * STEP if kind == "split" else 0)
+    assert_equal_bits(jax.device_get(opened.params["w"]), new["w"].astype(jnp.bfloat16))
 
 
 def test_what_is_refused():

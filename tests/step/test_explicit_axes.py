@@ -1,6 +1,7 @@
 """Meshes of Explicit axes, as `jax.make_mesh` makes them: types, numbers and programs."""
 
 import contextlib
+import functools
 import re
 from collections import Counter
 
@@ -224,6 +225,32 @@ def test_a_loss_names_an_axis_for_weights_alone(stage):
     text = step.lower(state, tensor.BATCH).compile().as_text()
     products = set(re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text))
     assert products and not any(str(tensor.INNER) in product for product in products), products
+
+
+TABLE = np.random.default_rng(1).normal(size=(512, tensor.DIM)).astype("f")
+TOKENS = np.arange(16, dtype=np.int32) * 37 % 512
+
+
+def looked_up(asks, params, tokens):
+    """Of a table whose columns are asked for over `tensor`, or not, some rows."""
+    table, spec = params["table"], P("data", "tensor")
+    if asks:
+        table = jax.sharding.reshard(table, P(None, "tensor"))
+    return jnp.mean(jnp.sin(table.at[tokens].get(out_sharding=spec)) ** 2)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_table_that_a_loss_asks_for_over_an_axis_is_gathered(asks):
+    """As its rows would not be sharded so. Other tables stay where they are, and rows travel."""
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"))
+    plan = zerojax.plan({"params": {"table": TABLE}}, stage=3, mesh=mesh)
+    params = plan.place({"params": {"table": TABLE}})["params"]
+    graded = jax.jit(zerojax.value_and_grad(functools.partial(looked_up, asks), plan))
+    plain = jax.value_and_grad(lambda table: jnp.mean(jnp.sin(table[TOKENS]) ** 2))
+    assert_close(graded(params, TOKENS), (plain(TABLE)[0], {"table": plain(TABLE)[1]}), 1e-6)
+    text = graded.lower(params, TOKENS).compile().as_text()
+    assert ("all-to-all(" in text) != asks
+    assert not asks or re.findall(r"= f32\[([\d,]+)\]\S* gather\(", text) == ["4,1,16"]
 
 
 def test_a_wrong_spec_of_a_loss_is_said():

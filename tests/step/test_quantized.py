@@ -265,6 +265,9 @@ def test_files_have_codes_or_weights(tmp_path):
     for name, options in (("weights", {}), ("theirs", {"names": names}), ("codes", {})):
         got = import_safetensors(tmp_path / name, plan, **options)
         assert_equal_bits(zerojax.full_params(got, plan), want)
+    export_safetensors(tmp_path / "named", placed, plan=plan, names=names | {"v": "v"})
+    got = import_safetensors(tmp_path / "named", {"params": params}, names=names)
+    assert_equal_bits(got, jax.tree.map(np.asarray, dequantized(want)))
     export_safetensors(tmp_path / "merged", dequantized(want))
     got = import_safetensors(tmp_path / "merged", {"params": params})
     assert_equal_bits(got, jax.tree.map(np.asarray, dequantized(want)))
@@ -292,6 +295,8 @@ def test_a_nnx_model_trains_over_codes_in_place():
 
     model, optimizer = zerojax.nnx.shard(make, stage=3)
     full = dequantized(zerojax.full_params(zerojax.nnx.state(model, optimizer)))
+    streamed = dict(zerojax.stream(zerojax.nnx.state(model, optimizer)))
+    assert_equal_bits(streamed["up.kernel"], full["up"]["kernel"])
     step = zerojax.nnx.train_step(loss)
     assert model.up.kernel.get_raw_value().rows.addressable_shards[0].data.nbytes == DIM * 68 // 8
     value = step(model, optimizer, BATCH)["loss"]
@@ -299,6 +304,20 @@ def test_a_nnx_model_trains_over_codes_in_place():
     assert step.structure.places is not None  # the objects are not split at each call
     nnx.update(model, full)
     assert_close(value, loss(model, BATCH))
+
+
+def test_a_nnx_optimizer_may_freeze_what_is_in_codes():
+    """By a mask that is a function: its state has another structure then."""
+    is_kernel = lambda path, _: "kernel" in jax.tree_util.keystr(path)
+    frozen = lambda params: jax.tree_util.tree_map_with_path(is_kernel, params)
+    tx = optax.multi_transform({True: optax.set_to_zero(), False: optax.adam(1e-2)}, frozen)
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    zerojax.nnx.shard(*zerojax.nnx.quantized(model, optimizer), stage=3)
+    step = zerojax.nnx.train_step(lambda model, x: jnp.mean((model(x) - x) ** 2))
+    value = step(model, optimizer, BATCH)["loss"]
+    assert step(model, optimizer, BATCH)["loss"] < value
+    assert model.up.kernel.get_raw_value().rows.dtype == np.uint8
 
 
 class QArray(NamedTuple):

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -119,6 +119,21 @@ class Conversion:
                 found[name] = jax.ShapeDtypeStruct(shape, dtype)
         counts = {name for name, (_, role) in self.theirs.all.items() if role == UPDATES}
         return found | {name: self.saved[name] for name in self.saved.keys() - used - counts}
+
+    def check_whole(self, matched: Container[str], keep: str | None) -> None:
+        """Raises if what `match` has found is only a part of a number: a weight without its master,
+        from which the next step would restore the old one, or codes without their scales."""
+        for roles in self.wanted.roles.values():
+            names = [name for role, name in roles.items() if role != UPDATES]
+            kept = [name for name in names if name not in matched]
+            if kept and len(kept) < len(names):
+                (read, *_) = (name for name in names if name in matched)
+                raise ValueError(
+                    f"keep={keep!r} keeps {kept[0]} and not {read}, which are one number: the next "
+                    "step would compute with a part of the old one. Keep both, or none: "
+                    f"keep='{OPT_STATE}/inner' keeps the optimizer's own state, and masters are "
+                    "then made of the weights that are read."
+                )
 
     def sources(self, own: str) -> dict[str, str]:
         """Returns the saved names that make up a leaf, by their roles; first that of its shape."""

@@ -139,7 +139,7 @@ def sources(
     by_tensor: dict[str, list[Source]] = collections.defaultdict(list)
     taken: dict[str, str] = {}
     for path, entry in names.items():
-        pattern = re.compile(re.escape(path).replace(re.escape("{}"), r"(\d+)"))
+        pattern = _pattern(path)
         leaves = {leaf: match for leaf in shapes if (match := pattern.fullmatch(leaf))}
         if not leaves:
             raise ValueError(
@@ -165,6 +165,16 @@ def sources(
                 "'(0/2 out) in -> in out' and '(1/2 out) in -> in out'."
             )
     return dict(by_tensor)
+
+
+def has_entry(names: Names, leaf: str) -> bool:
+    """Whether `names` has a parameter of this path."""
+    _check_entries(names)
+    return any(_pattern(path).fullmatch(leaf) for path in names)
+
+
+def _pattern(path: str) -> re.Pattern:
+    return re.compile(re.escape(path).replace(re.escape("{}"), r"(\d+)"))
 
 
 def _check_entries(names: Names) -> None:

@@ -18,13 +18,13 @@ from zerojax._checkpoint import (
     tensor_files as _tensor_files,
 )
 from zerojax._checkpoint.into_codes import as_weight, encoding
-from zerojax._checkpoint.names import Names, Source, dotted
+from zerojax._checkpoint.names import Names, dotted
 from zerojax._checkpoint.stream import Outgoing, outgoing
 from zerojax._checkpoint.tensor_files import DTYPES, FileTensor, Written, some
 from zerojax._plan import move as _move
 from zerojax._plan.padding import padded, padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import MasterState
+from zerojax._plan.precision import MasterState, SplitState
 from zerojax._state import state as _state
 from zerojax._state.packed import Coding, codings_of
 from zerojax._state.state import Leaf
@@ -48,7 +48,8 @@ def export_safetensors(
         path: a new directory; an export that fails leaves nothing there.
         params: a tree of parameters, or a state that has them.
         names: another library's names and layouts of the tensors, as in
-            `zerojax.checkpoint.import_safetensors`.
+            `zerojax.checkpoint.import_safetensors`. What rests as codes is written as codes, or as
+            the weight if `names` has the path of the weight.
         max_file_bytes: start a new file rather than grow one beyond this.
         plan: the plan, for parameters without their state, and for states that do not carry an
             optimizer (tuples, dicts). Files hold arrays without padding, and only the plan knows
@@ -65,7 +66,7 @@ def export_safetensors(
     """
     if not isinstance(max_file_bytes, int | float | np.number) or not max_file_bytes > 0:
         raise ValueError(f"max_file_bytes={max_file_bytes!r} must be a positive number of bytes.")
-    values, by_tensor = outgoing(params, names, plan, "export")
+    values, by_tensor = outgoing(params, names, plan, "export", decodes=False)
     tensors = _exported(by_tensor, values)
     first = jax.process_index() == 0
     target = _save.absolute(path)
@@ -109,8 +110,8 @@ def import_safetensors(
     Returns:
         Only the parameters; put them into a state with `state.replace(params=...)`. With
         `Precision(master=)` the next step would overwrite them from the copies of the old ones in
-        the optimizer's state, whatever `like` is: make the state with the new parameters before you
-        place it.
+        the optimizer's state, or correct them as if they were the old ones ("split"), whatever
+        `like` is: make the state with the new parameters before you place it.
 
     Example:
         >>> import tempfile
@@ -222,12 +223,15 @@ def _tensors(
 def _check_masters(like: PyTree, wanted: Set[str]) -> None:
     """Raises if the next step would overwrite the parameters from master copies of the old ones."""
     opt_state = _state.get_opt_state(like)
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, MasterState))
-    masters = [node.master for node in nodes if isinstance(node, MasterState)]
+    kinds = MasterState, SplitState
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
+    masters = [node[-2] for node in nodes if isinstance(node, kinds)]
     copied = wanted & {leaf.name for tree in masters for leaf in _state.named_leaves(tree)}
     if copied:
+        is_split = any(isinstance(node, SplitState) for node in nodes)
+        what = "8-bit corrections" if is_split else "master copies"
         raise ValueError(
-            f"like= is a state with master copies of {some(copied)}, from which its next step "
+            f"like= is a state with {what} of {some(copied)}, from which its next step "
             "would restore the old parameters. Read the new ones before the state is placed, with "
             "like=zerojax.plan(make_state, stage=3), make the state with them, and place it with "
             "precision=. To read them without training, pass like=zerojax.plan(state)."
@@ -237,32 +241,35 @@ def _check_masters(like: PyTree, wanted: Set[str]) -> None:
 def _exported(
     by_tensor: Mapping[str, Outgoing], values: Mapping[str, PyTree]
 ) -> dict[str, Written]:
-    for parts, struct, _ in by_tensor.values():
+    for parts, _, struct in by_tensor.values():
         if str(struct.dtype) not in DTYPES.values():
             raise TypeError(
                 f"{', '.join(one.leaf for one in parts)} is {struct.dtype}, which safetensors does "
                 "not know. Cast it or leave it out."
             )
     return {
-        name: (struct, functools.partial(_assembled, struct, parts, values))
-        for name, (parts, struct, _) in by_tensor.items()
+        name: (tensor.struct, functools.partial(_assembled, tensor, values))
+        for name, tensor in by_tensor.items()
     }
 
 
-def _assembled(
-    struct: jax.ShapeDtypeStruct, parts: list[Source], values: Mapping[str, PyTree]
-) -> np.ndarray:
+def _assembled(tensor: Outgoing, values: Mapping[str, PyTree]) -> np.ndarray:
     """Returns a tensor of its parts; only one layer of a stack is on the host at a time."""
-    if parts[0].split is None and not parts[0].index:
-        return unpadded(_move.to_host(values[parts[0].leaf]), struct.shape)
-    tensor = np.empty(struct.shape, struct.dtype)
-    for one in parts:
+    (first, *_), (coding, *_), struct = tensor
+    if first.split is None and not first.index and coding is None:
+        return unpadded(_move.to_host(values[first.leaf]), struct.shape)
+    whole = np.empty(struct.shape, struct.dtype)
+    for one, coding in zip(tensor.parts, tensor.codings, strict=True):
         layer = values[one.leaf]
         if one.index:  # the devices slice it
             cut = _sliced if isinstance(layer, jax.Array) else operator.getitem
             layer = cut(layer, one.index)
-        one.view(tensor)[...] = unpadded(_move.to_host(layer), one.shape)
-    return tensor
+        layer = _move.to_host(layer)
+        if coding is not None:
+            rows = unpadded(layer, (*one.shape[:-1], coding.row))
+            layer = np.asarray(coding.weight_of(rows))
+        one.view(whole)[...] = unpadded(layer, one.shape)
+    return whole
 
 
 @jax.jit

@@ -126,7 +126,9 @@ def restore(
         like: a `Plan` (which needs memory for one state only), a placed state, or an abstract one.
             Leaves without a sharding go to the first local device. For a padded state that does
             not carry an optimizer (a tuple, a dict), pass its plan.
-        keep: a path regex; leaves of `like` that match it keep their value and are not read.
+        keep: a path regex; leaves of `like` that match it keep their value and are not read. To
+            take over weights alone, keep `"opt_state"`; with `Precision(master=)`, whose masters
+            are read with them, `"opt_state/inner"`.
         ignore: a path regex; leaves of the checkpoint that match it need not be in `like`.
         cast: read floats of other dtypes, and cast them to those of `like`.
 
@@ -162,6 +164,7 @@ def restore(
     conversion = Conversion(leaves, saved)
     saved = conversion.as_wanted() if conversion.is_needed else saved
     wanted = _matching.match(leaves, saved, directory, shapes, **options)
+    conversion.check_whole(wanted, keep)
     handler = Handler(restore_concurrent_gb=_concurrent_gb(like))
     read = functools.partial(_matching.read, handler, directory, tree)
     values |= conversion.read(wanted, read) if conversion.is_needed else read(wanted)

@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, auto_mesh, computed_with, typed
 from zerojax._checkpoint import names as _names
+from zerojax._checkpoint.into_codes import as_weight
 from zerojax._checkpoint.names import Names, Source
 from zerojax._kernel.arrays import layer_of
 from zerojax._kernel.travel import Entry, names_in
@@ -35,25 +36,28 @@ from zerojax._plan.resharding import check_float, check_placed
 from zerojax._run import agreement as _agreement
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._state.packed import Coding, codings_of
-from zerojax._types import PyTree, Shape
+from zerojax._state.state import Leaf
+from zerojax._types import PyTree
 
 ALIGNMENT = 1024  # bytes that XLA may add to the buffers of a parameter
 
 
 class Outgoing(NamedTuple):
-    """A tensor that leaves: its parts, its full shape in their dtype, and which are codes."""
+    """A tensor that leaves: its parts, how those are written that rest as codes, and its full shape
+    in the dtype of the parameters."""
 
     parts: list[Source]
-    struct: jax.ShapeDtypeStruct
     codings: list[Coding | None]
+    struct: jax.ShapeDtypeStruct
 
 
 def outgoing(
-    state: PyTree, names: Names | None, plan: Plan | None, verb: str, *, decodes: bool = False
+    state: PyTree, names: Names | None, plan: Plan | None, verb: str, decodes: bool = True
 ) -> tuple[dict[str, PyTree], dict[str, Outgoing]]:
     """Returns the parameters by their paths, and the tensors that leave, by their names.
 
-    What `decodes` lets weights leave in place of the codes that they rest as.
+    What rests as codes leaves as the weight or as the codes, as `names` has the path of one or the
+    other; if it has neither, as the weight if `decodes`.
     """
     _refusals.check_alive(state)
     if plan is not None:
@@ -65,29 +69,37 @@ def outgoing(
             f"there is nothing to {verb}: you passed a {type(state).__name__} without parameters. "
             "Pass a state, or a tree of parameters."
         )
-    values: dict[str, PyTree] = {}
-    sizes: dict[str, Shape] = {}
-    codings: dict[str, Coding | None] = {}
+    names = {} if names is None else names
+    values, sizes, codings = {}, {}, {}
     for leaf, coding in zip(leaves, codings_of(tree), strict=True):
-        name, size = leaf.name, shapes.get(leaf.name, np.shape(leaf.value))
-        if decodes and coding is not None:
-            name, size = name.rpartition("/")[0], (*size[:-1], coding.length)
-            codings[name] = coding
-        values[name], sizes[name] = leaf.value, size
+        value, shape = leaf.value, shapes.get(leaf.name, np.shape(leaf.value))
+        if coding is not None and _leaves_as_weight(leaf, names, decodes):
+            leaf = as_weight(leaf, coding, shape)
+            codings[leaf.name], shape = coding, leaf.value.shape
+        values[leaf.name], sizes[leaf.name] = value, shape
     tensors = {}
-    for name, parts in _names.sources({} if names is None else names, sizes).items():
-        written = [codings.get(one.leaf) for one in parts]
-        dtypes = {
-            one.leaf: coding.dtype if coding else _dtype(values[one.leaf])
-            for one, coding in zip(parts, written, strict=True)
-        }
+    for name, parts in _names.sources(names, sizes).items():
+        ways = [codings.get(one.leaf) for one in parts]
+        pairs = list(zip(parts, ways, strict=True))
+        dtypes = {x.leaf: way.dtype if way else _dtype(values[x.leaf]) for x, way in pairs}
         dtype, *others = set(dtypes.values())
         if others:
             said = ", ".join(f"{leaf} is {dtype}" for leaf, dtype in dtypes.items())
             raise TypeError(f"names= combines dtypes in {name}: {said}. Cast them to one dtype.")
-        struct = jax.ShapeDtypeStruct(parts[0].full, dtype)
-        tensors[name] = Outgoing(parts, struct, written)
+        for one in (one for one, way in pairs if way and not one.shape):
+            raise ValueError(
+                f"names= counts all dimensions of {one.leaf} in {name}, and it rests as codes of "
+                "whole rows. Leave out the {} that counts the last one."
+            )
+        tensors[name] = Outgoing(parts, ways, jax.ShapeDtypeStruct(parts[0].full, dtype))
     return values, tensors
+
+
+def _leaves_as_weight(codes: Leaf, names: Names, decodes: bool) -> bool:
+    weight = codes._replace(path=codes.path[:-1])
+    if _names.has_entry(names, codes.name):
+        return False
+    return decodes or _names.has_entry(names, weight.name)
 
 
 def _dtype(value: PyTree) -> np.dtype:
@@ -112,14 +124,16 @@ def stream(
     every tensor, whole on each of its devices: `tensor.addressable_data(0)` is that of its first
     device, which other libraries take by dlpack, and `np.asarray(tensor)` copies it to the host.
     Tensors are arrays of their own, and outlive the state. Do not train until the loop has ended.
-    Weights that rest as codes travel so, and come decoded.
 
     Arguments:
         state: a placed state, or its parameters.
         names: another library's names and layouts, as in `zerojax.checkpoint.import_safetensors`.
             A stack of layers comes as one tensor unless a `{}` in its name counts them:
-            `{"blocks/up": "blocks.{}.up"}`. Without an entry, the name is the path with dots.
-        dtype: cast floats to this dtype, on the shards, before they are gathered.
+            `{"blocks/up": "blocks.{}.up"}`. Without an entry, the name is the path with dots. What
+            rests as codes (`zerojax.quantized`) comes as the weight; name the path of its codes,
+            such as `"blocks/up/nf4"`, to have the bytes.
+        dtype: cast floats to this dtype, on the shards, before they are gathered. Codes are
+            gathered as they are, and then decoded to it.
         chunk_bytes: the most that a device may have beside its state; default, the least that
             suffices: one tensor while the next is gathered. More gathers ahead of the loop.
         plan: the plan, for parameters without their state, and for states that do not carry an
@@ -136,14 +150,14 @@ def stream(
         h.1.up.weight bfloat16 (16, 64)
     """
     check_float(dtype)
-    values, tensors = outgoing(state, names, plan, "stream", decodes=True)
+    values, tensors = outgoing(state, names, plan, "stream")
     check_placed(values, "zerojax.stream")
     gathers = {name: _gather_of(one, values, dtype) for name, one in tensors.items()}
     # Layer by layer; what is in no stack comes first.
     order = sorted(gathers, key=lambda name: tensors[name].parts[0].index)
     least = _check_chunk(chunk_bytes, [(name, gathers[name]) for name in order])
     most = least if chunk_bytes is None else chunk_bytes
-    shown = [f"{name} {gathers[name].dtype} of {tensors[name].parts}" for name in order]
+    shown = [f"{name} {gathers[name].dtype} of {tensors[name][:2]}" for name in order]
     said = {"the tensors": "\n".join(shown), "chunk_bytes": str(most)}
     mesh: Any = next(iter(gathers.values())).places[0].mesh
     _agreement.agree("zerojax.stream", lambda: said, mesh)
@@ -176,7 +190,7 @@ class Gather(NamedTuple):
 
     parts: tuple[Source, ...]
     places: tuple[NamedSharding, ...]  # of the parameters that the parts are in
-    codings: tuple[Coding | None, ...]  # of these
+    codings: tuple[Coding | None, ...]
     dtype: np.dtype
     nbytes: int
     most_bytes: int  # while it is gathered
@@ -190,16 +204,16 @@ def _gather_of(tensor: Outgoing, values: Mapping[str, Array], dtype: DTypeLike |
     nbytes = full.size * new.itemsize
     # See the note; several parts are put together in memory of their own.
     most = nbytes * (1 + (len(places) > 1))
-    for one, coding, place in zip(tensor.parts, tensor.codings, places, strict=True):
+    for one, place, coding in zip(tensor.parts, places, tensor.codings, strict=True):
         value, depth = values[one.leaf], len(one.index)
         size = math.prod(value.shape[depth:])
         shard = math.prod(place.shard_shape(value.shape)[depth:])
-        before, after = (own.itemsize, new.itemsize) if coding is None else (1, 1)
-        most += size * after + shard * before + ALIGNMENT
-        if coding is not None:  # a code as float32 and its scale, and the weight
-            most += (8 + new.itemsize) * math.prod(one.shape)
+        bytes_sent = new.itemsize if coding is None else 1
+        most += size * bytes_sent + shard * (own.itemsize if coding is None else 1) + ALIGNMENT
         if names_in(place.spec[:depth]):  # summed, in 4 bytes at least
-            most += 2 * size * max(4, after)
+            most += 2 * size * max(4, bytes_sent)
+        if coding is not None:  # decoded beside its codes
+            most += math.prod(one.shape) * new.itemsize
     parts = tuple(one._replace(tensor="", leaf="", index=()) for one in tensor.parts)
     return Gather(parts, places, tuple(tensor.codings), new, nbytes, most)
 
@@ -233,12 +247,15 @@ def _gathered(values: list[Array], indices: list[tuple[Array, ...]], gather: Gat
     place, specs = gather.places[0], [place.spec for place in gather.places]
 
     def on_each_device(values: list[Array], indices: list[tuple[Array, ...]]) -> Array:
-        tensor = None
-        of_parts = zip(gather.parts, gather.codings, specs, values, indices, strict=True)
-        for part, coding, spec, value, index in of_parts:
-            whole = _whole(value, index, spec, gather.dtype if coding is None else value.dtype)
-            whole = whole if coding is None else coding.weight_of(whole).astype(gather.dtype)
-            tensor = part.put(tensor, unpadded(whole, part.shape))
+        tensor, each = None, zip(gather.parts, specs, gather.codings, values, indices, strict=True)
+        for part, spec, coding, value, index in each:
+            if coding is None:
+                whole = unpadded(_whole(value, index, spec, gather.dtype), part.shape)
+            else:
+                rows = _whole(value, index, spec, value.dtype)
+                rows = unpadded(rows, (*part.shape[:-1], coding.row))
+                whole = coding.weight_of(rows).astype(gather.dtype)
+            tensor = part.put(tensor, whole)
         assert tensor is not None
         return tensor
 

@@ -120,7 +120,7 @@ class Guess:
         taken = [program.eqns[k].outvars[0] for k in self.places]
         eqns = [eqn for k, eqn in enumerate(program.eqns) if k not in self.places]
         invars = [*program.invars, *taken]
-        return dataclasses.replace(program, invars=invars, eqns=eqns).with_fences()
+        return dataclasses.replace(program, invars=invars, eqns=eqns)
 
     def reads(
         self, program: Flat, grad: int, shard: Flat, labels: dict[Any, Label], dim: int | None

@@ -18,7 +18,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
@@ -43,26 +42,19 @@ argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum 
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """A jaxpr with its calls expanded; `constants` are the arrays that it closes over.
-
-    XLA must not fuse what makes a variable in `fenced` with what reads it.
-    """
+    """A jaxpr with its calls expanded; `constants` are the arrays that it closes over."""
 
     invars: list[Var]
     eqns: list[JaxprEqn]
     outvars: list[Atom]
     constants: dict[Var, ArrayLike]
-    fenced: frozenset[Var] = frozenset()
 
     def __call__(self, inputs: Sequence[ArrayLike | None]) -> list[Any]:
         """Runs the program. Inputs that it never reads may be None."""
         env: dict[Any, Any] = dict(zip(self.invars, inputs, strict=True)) | self.constants
         for eqn in self.eqns:
             values = [env[v] if is_var(v) else v.val for v in eqn.invars]
-            results = _compat.bind(eqn, values)
-            if self.fenced.intersection(eqn.outvars):
-                results = lax.optimization_barrier(results)
-            env.update(zip(eqn.outvars, results, strict=True))
+            env.update(zip(eqn.outvars, _compat.bind(eqn, values), strict=True))
         return [env[v] if is_var(v) else v.val for v in self.outvars]
 
     def cut(self, outvars: list[Atom]) -> "Flat":
@@ -77,20 +69,6 @@ class Flat:
         constants = {self.eqns[k].outvars[0]: value for k, value in known.items()}
         eqns = [eqn for k, eqn in enumerate(self.eqns) if k not in known]
         return dataclasses.replace(self, eqns=eqns, constants=self.constants | constants)
-
-    def with_fences(self) -> "Flat":
-        """Returns the program with a fence after each choice by a scalar, as a clip makes it.
-
-        In one fusion with the choice, XLA would round what follows in another way.
-        """
-        chosen = (
-            v
-            for eqn in self.eqns
-            if eqn.primitive.name == "select_n" and not type_of(eqn.invars[0]).shape
-            for v in eqn.outvars
-            if type_of(v).shape
-        )
-        return dataclasses.replace(self, fenced=frozenset(chosen))
 
     def read(self) -> set[int]:
         """Returns the positions of the inputs that the program reads."""

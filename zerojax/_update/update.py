@@ -46,7 +46,7 @@ class Update:
         closed = jax.make_jaxpr(self.function)(list(shapes))
         program = _rules.flat(closed.jaxpr, closed.consts)
         program = program.cut(program.outvars)
-        return program.knowing(self.known).with_fences() if self.known else program
+        return program.knowing(self.known)
 
 
 def on_no_mesh() -> AbstractContextManager:

@@ -29,19 +29,21 @@ from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats, seen_in
 from zerojax._plan.roles import CODED, CORRECTION, SCALES, roles_of
 from zerojax._state import state as _state
+from zerojax._state.state import PARAMS
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._step.step_options import precision_of
 from zerojax._table import human_bytes
 from zerojax._types import Device, PyTree, Shape, is_key, zero_gradient
 from zerojax._wire.codecs import NOISE, QuantizedWire, rules_of
-from zerojax.tools._verify import compare as _compare
+from zerojax.tools._verify import compare as _compare, decoded as _decoded
 from zerojax.tools._verify.compare import WRONG, Check
+from zerojax.tools._verify.decoded import InTwoLeaves
 
 # Where weights or gradients travel quantized, gradients may be off by these multiples of the
 # quantization noise, relative to their largest element.
 WEIGHTS_NOISE, GRADIENTS_NOISE = 10, 4
-# How far apart codes of two numbers that are nearly the same may be. A correction says nothing
-# where gradients are as noisy as bfloat16; its weight is compared.
+# How far apart codes of two numbers that are nearly the same may be. Of those that a table shows
+# decoded, only the copies on devices count.
 CODES_APART = {CORRECTION: 254, CODED: 3, SCALES: 1}
 MICROBATCH_AXIS = "zerojax_microbatches"
 
@@ -358,18 +360,31 @@ class Comparison:
         """The right new state, and how far rounding may put each of its elements from it."""
         return self.led_to(self.right.grads)
 
+    @functools.cached_property
+    def numbers(self) -> list[InTwoLeaves]:
+        """The masters and moments that the state keeps in 8 bits."""
+        return _decoded.numbers_in(self.reference.state)
+
     def led_to(self, grads: PyTree) -> tuple[PyTree, list[np.ndarray]]:
-        """Returns the new state that these gradients lead to, and how far rounding moves it."""
-        update = functools.partial(self.reference.update, right=self.right)
+        """Returns the new state that these gradients lead to, and how far rounding moves it: each
+        leaf, and then each of `numbers`."""
+
+        def update(grads: PyTree) -> tuple[PyTree, list[jax.Array]]:
+            state = self.reference.update(grads, self.right)
+            return state, _decoded.decoded(state, self.numbers)
+
         seen = grads if self.grads is None else self.grads
-        return _compare.led_to(update, grads, self.tolerance, seen)
+        (state, _), spreads = _compare.led_to(update, grads, self.tolerance, seen)
+        return state, spreads
 
     def state_checks(self, new: PyTree, spreads: Sequence[np.ndarray]) -> Iterator[Check]:
         """Compares the step's new state with another one, leaf by leaf, judged by the change that
         the step should make; and its padding with zeros."""
         values = {leaf.name: leaf.value for leaf in _state.leaves_of(self.state)}
         old, planned = jax.tree.leaves(self.reference.state), self.reference.plan.leaves
-        columns = _state.leaves_of(new), old, spreads, planned, roles_of(new)
+        yield from self.number_checks(new, spreads[len(old) :])
+        codes = {name for number in self.numbers for name in number.leaves[number.kind == PARAMS :]}
+        columns = _state.leaves_of(new), old, spreads[: len(old)], planned, roles_of(new)
         for leaf, before, far, place, role in zip(*columns, strict=True):
             if leaf.name not in values:
                 yield Check(leaf.name, leaf.kind, np.inf, 0.0, 0.0, f"{WRONG}: missing")
@@ -377,17 +392,36 @@ class Comparison:
             value, wanted = values[leaf.name], _compare.numbers(leaf.value)
             change = wanted - _compare.numbers(before)
             if jnp.issubdtype(leaf.value.dtype, jnp.inexact):
-                size = np.max(np.abs(np.nan_to_num(change)), initial=0.0)
                 eps = float(jnp.finfo(leaf.value.dtype).eps)
-                far = far + self.tolerance * size + 4 * eps * np.abs(np.nan_to_num(wanted))
+                far = far + self.rounding(change) + 4 * eps * np.abs(np.nan_to_num(wanted))
             if role in CODES_APART:
                 # Another neighbour, at random; codes also count from another scale.
                 apart = np.abs(wanted) / 8 if role == SCALES else CODES_APART[role]
                 far = far + apart
             options = {"judged": change, "rests": place.padded_shape}
-            yield _compare.compare(leaf.name, leaf.kind, value, leaf.value, far, **options)
+            check = _compare.compare(leaf.name, leaf.kind, value, leaf.value, far, **options)
+            if leaf.name not in codes or check.is_wrong or check.copies_differ:
+                yield check
             if place.rest.padding and np.shape(value) == place.padded_shape:
                 yield _compare.compare_padding(leaf.name, value, place.shape)
+
+    def number_checks(self, new: PyTree, spreads: Sequence[np.ndarray]) -> Iterator[Check]:
+        """Compares the masters and moments that the state keeps in 8 bits, decoded."""
+        shapes = {leaf.path: (leaf.shape, leaf.padded_shape) for leaf in self.reference.plan.leaves}
+        trees = (_decoded.decoded(each, self.numbers) for each in (new, self.reference.state))
+        found = _decoded.seen(self.state, self.numbers, shapes)
+        for number, value, wanted, before, far in zip(
+            self.numbers, found, *trees, spreads, strict=True
+        ):
+            if value is not None:
+                exact = _compare.numbers(wanted)
+                change = exact - _compare.numbers(before)
+                far = far + self.rounding(change) + number.apart(exact)
+                yield _compare.compare(number.path, number.kind, value, wanted, far, judged=change)
+
+    def rounding(self, change: np.ndarray) -> float:
+        """Returns how far rounding puts a leaf that changes so."""
+        return self.tolerance * float(np.max(np.abs(np.nan_to_num(change)), initial=0.0))
 
     def gradient_checks(self, grads: PyTree) -> Iterator[Check]:
         """Compares the step's gradients, where they are known, with others."""
