@@ -107,7 +107,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     ),
     "stage": (3, 2, 1, 0),
     "optimizer": ("adamw", "adafactor", "muon", "several", "wrapped", "frozen"),
-    "precision": ("", "compute=bfloat16", MASTERS, SEVEN, "moments=bfloat16"),
+    "precision": ("", "compute=bfloat16", MASTERS, "moments=bfloat16"),
     "codes": ("", "reduce=int8", "gather=int8", INT4, "reduce=bfloat16 gather=bfloat16"),
     "accumulate": (1, 2, 4),
     "order": ("microbatches", "layers"),
@@ -123,7 +123,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "fields": (False, True),
     "donate": (True, False),
     "skip": (False, True),
-    "packed": ("",),
     "source": ("arrays", "function", "saved flat", "saved in groups"),
 }
 LOOPLESS, SEVERAL = ("mlp", "convnet"), (2, 4)
@@ -316,7 +315,7 @@ def verified() -> tuple[int, ...]:
 RARE: dict[str, tuple[Any, ...]] = {
     "model": ("chunks",),
     "optimizer": ("clipped", "loose", "lion", "lamb", "momentum", "novograd", "scheduled"),
-    "precision": (SPLIT, "moments=int8", f"{SPLIT} moments=bfloat16", f"{MASTERS} moments=int8"),
+    "precision": (SEVEN, SPLIT, "moments=int8", f"{SPLIT} moments=bfloat16"),
     "source": ("saved wide", "saved in codes"),
 }
 CHAINS = tuple(
