@@ -186,7 +186,9 @@ class InBackward:
             return "the update reads a field that the loss returns"
         sharded = [i for i in given if self.leaves[i].update.dim is not None]
         if sharded or any(i < self.first or i in self.plan.stacks for i in given):
-            return TOGETHER
+            stacks = (self.leaves[i] for i in given if i >= self.first and i in self.plan.stacks)
+            reasons = (f"its {leaf.path}: {why}" for leaf in stacks if (why := _why_not(leaf)))
+            return next(reasons, TOGETHER)
         if any(isinstance(value, Tracer) for value in program.constants.values()):
             return "the update closes over a traced array"
         stacks = (param, *(i for i in part.inputs if i != param))
@@ -264,7 +266,9 @@ def _why_not(leaf: LeafPlan) -> str:
     whole = leaf.kind == PARAMS and leaf.rest.dim is None
     if not whole and leaf.rest.on_device != leaf.update:
         return "it rests elsewhere than it is updated"
-    if leaf.dtype == jnp.int8 and leaf.kind == OPT_STATE:  # codes, which `encodings.py` may view
+    # Codes, which a loop's backward carries as floats. XLA has no view of host memory as another
+    # type: it would copy the stack to the devices, and back.
+    if leaf.dtype == jnp.int8 and leaf.kind == OPT_STATE:
         return "it has codes in host memory" if leaf.is_on_host else ""
     return "" if jnp.issubdtype(leaf.dtype, jnp.floating) else f"it is {leaf.dtype}"
 
