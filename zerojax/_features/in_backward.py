@@ -168,8 +168,11 @@ class InBackward:
             return part.why or NO_STACK
         # One of the stacks may be a copy of the last gradient, which reads nothing of the state.
         outputs = [i - self.first for i in part.inputs]
-        if not set(part.outputs) <= set(outputs) or any(map(self.whole.mixes, outputs)):
-            return TOGETHER
+        others = sorted(set(part.outputs) - set(outputs))
+        if others or any(map(self.whole.mixes, outputs)):
+            leaves = [self.plan.leaves[k] for k in others]
+            reasons = (f"its {leaf.path}: {why}" for leaf in leaves if (why := _why_not(leaf)))
+            return next(reasons, TOGETHER)
         guess = None
         if any(i >= len(self.update.shapes) for i in self.whole.of_layer(outputs).read()):
             if not self.must:
@@ -186,9 +189,7 @@ class InBackward:
             return "the update reads a field that the loss returns"
         sharded = [i for i in given if self.leaves[i].update.dim is not None]
         if sharded or any(i < self.first or i in self.plan.stacks for i in given):
-            stacks = (self.leaves[i] for i in given if i >= self.first and i in self.plan.stacks)
-            reasons = (f"its {leaf.path}: {why}" for leaf in stacks if (why := _why_not(leaf)))
-            return next(reasons, TOGETHER)
+            return TOGETHER
         if any(isinstance(value, Tracer) for value in program.constants.values()):
             return "the update closes over a traced array"
         stacks = (param, *(i for i in part.inputs if i != param))

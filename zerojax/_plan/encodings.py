@@ -166,10 +166,16 @@ def _spread(value: Array, length: int) -> Array:
     return lax.slice_in_dim(value, 0, length, axis=-1)
 
 
-@jax.jit
 def encoded(value: Array, salt: Salt = None) -> tuple[Array, Array]:
     """Returns codes of the array's shape, and the scales of their blocks."""
-    bits, length = _bits(value), value.shape[-1]
+    scales = scales_of(value)
+    return codes_of(value, scales, salt), scales
+
+
+@jax.jit
+def scales_of(value: Array) -> Array:
+    """Returns the scales of an array's blocks."""
+    bits = _bits(value)
     # The largest of a block's numbers without a sign, if any, and the largest one with it, or else.
     plus = jnp.max(_in_blocks(_signed(bits)), axis=-1)
     minus = jnp.max(_in_blocks(bits), axis=-1)
@@ -179,10 +185,14 @@ def encoded(value: Array, salt: Salt = None) -> tuple[Array, Array]:
     top = jnp.where(largest < INFINITE, top, INFINITE >> DROPPED)
     is_plain = (minus <= jnp.uint32(SIGN)) & (top > 0)
     # A number of 11 bits is one of bfloat16's.
-    scales = (is_plain.astype(jnp.uint32) << 15) | (top << (DROPPED - 16))
-    scales = _bfloat16(scales)
+    return _bfloat16((is_plain.astype(jnp.uint32) << 15) | (top << (DROPPED - 16)))
 
-    base, is_plain, _ = _levels(scales, length)
+
+@jax.jit
+def codes_of(value: Array, scales: Array, salt: Salt = None) -> Array:
+    """Returns codes of the array's shape, for the scales of its blocks."""
+    bits = _bits(value)
+    base, is_plain, _ = _levels(scales, value.shape[-1])
     size = bits & ~jnp.uint32(SIGN)
     random = jnp.full_like(bits, 1 << 31) if salt is None else _hash(bits ^ salt)
     near = jnp.minimum(size + (random >> (32 - DROPPED)), FINITE) >> DROPPED
@@ -194,7 +204,7 @@ def encoded(value: Array, salt: Salt = None) -> tuple[Array, Array]:
     is_up = is_up | (is_plain & (size > 0))
     code = jnp.where(_signed(size) < least, is_up.astype(jnp.int32), code)
     signs = jnp.where(bits > jnp.uint32(SIGN), -code, code)
-    return jnp.where(is_plain, code - SIGNED, signs).astype(jnp.int8), scales
+    return jnp.where(is_plain, code - SIGNED, signs).astype(jnp.int8)
 
 
 def typed_codes(value: Array) -> tuple[Array, Array]:

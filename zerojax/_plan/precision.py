@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from zerojax._kernel.device import wide
@@ -384,15 +384,21 @@ def narrow_moments(
         # Besides moments, arrays that are bfloat16 because the parameters are.
         is_narrow = [x.ndim > 0 and x.dtype == NARROW for x in old]
         inner = [_widened(x) if is_one else x for x, is_one in zip(old, is_narrow, strict=True)]
+        grads, again = jax.tree.map(_widened, updates), list(inner)
         for place in itertools.compress(range(len(old)), has_codes):
             inner[place] = _encodings.decoded(old[place], scales[place])
-        grads = jax.tree.map(_widened, updates)
+            # So that XLA computes new moments twice, and does not keep them in float32.
+            again[place] = _encodings.decoded(lax.optimization_barrier(old[place]), scales[place])
+        if any(has_codes):
+            _, first = tx.update(grads, treedef.unflatten(again), params, **extra)
+            for place in itertools.compress(range(len(old)), has_codes):
+                scales[place] = _encodings.scales_of(treedef.flatten_up_to(first)[place])
         updates, inner = tx.update(grads, treedef.unflatten(inner), params, **extra)
         new, count = treedef.flatten_up_to(inner), state.count + 1
         for place, (is_one, codes) in enumerate(zip(is_narrow, has_codes, strict=True)):
             salt = _encodings.salt(state.count, place)
             if codes:
-                new[place], scales[place] = _encodings.encoded(new[place], salt)
+                new[place] = _encodings.codes_of(new[place], scales[place], salt)
             elif is_one:
                 new[place] = _encodings.rounded(new[place], salt)
         if kind == CODES:
