@@ -38,10 +38,10 @@ No code is -128. The type float8_e4m3b11fnuz has NaN there and all other pattern
 numbers, so XLA keeps what looks like it, and JAX takes it for something to differentiate by.
 
 [Note: kernels]
-XLA computes a new moment in one kernel for its scales and again in others, so updates in codes take
-longer to compile. So we count operations. Salts pass a barrier: without the positions of leaves in
-it, a kernel is the same for all leaves of one shape, and XLA compiles it once. (Scales do not pass
-one. XLA would compile less, and write all new moments to memory in float32.)
+`narrow_moments` computes new moments twice: for their scales and, behind a barrier, for their codes.
+So a leaf has two kernels, and no moment is in memory in float32. Salts pass a barrier too: without
+the positions of leaves in it, a kernel is the same for all leaves of one shape, and XLA compiles it
+once.
 """
 
 import math
