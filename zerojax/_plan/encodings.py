@@ -38,10 +38,9 @@ No code is -128. The type float8_e4m3b11fnuz has NaN there and all other pattern
 numbers, so XLA keeps what looks like it, and JAX takes it for something to differentiate by.
 
 [Note: kernels]
-`narrow_moments` computes new moments twice: for their scales and, behind a barrier, for their codes.
-So a leaf has two kernels, and no moment is in memory in float32. Salts pass a barrier too: without
-the positions of leaves in it, a kernel is the same for all leaves of one shape, and XLA compiles it
-once.
+`narrow_moments` computes new moments twice: for scales and, behind a barrier, for codes. So a leaf
+has two kernels, and no moment is in memory in float32. Salts pass a barrier too: without the
+positions of leaves in it, a kernel is the same for all leaves of one shape. XLA compiles it once.
 """
 
 import math
@@ -199,8 +198,8 @@ def codes_of(value: Array, scales: Array, salt: Salt = None) -> Array:
     code = jnp.minimum(_signed(near) - base, jnp.where(is_plain, UNSIGNED, SIGNED))
     # Below the smallest code, what counts is the distance from zero.
     least = (base + 1) << DROPPED
-    drawn = (random >> 8).astype(jnp.float32) * _float(least.astype(jnp.uint32)) * 2.0**-12
-    is_up = drawn < _float(size) * 2.0**12
+    drawn = (random >> 8).astype(jnp.float32) * 2.0**-12  # both sides stay below infinity
+    is_up = drawn * _float(least.astype(jnp.uint32)) < _float(size) * 2.0**12
     is_up = is_up | (is_plain & (size > 0))
     code = jnp.where(_signed(size) < least, is_up.astype(jnp.int32), code)
     signs = jnp.where(bits > jnp.uint32(SIGN), -code, code)

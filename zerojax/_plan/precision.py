@@ -12,6 +12,7 @@ import optax
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from zerojax import _compat
 from zerojax._kernel.device import wide
 from zerojax._plan import encodings as _encodings, optimizer as _optimizer
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
@@ -388,10 +389,11 @@ def narrow_moments(
             inner[k] = _widened(old[k])
         for k in coded:
             inner[k] = _encodings.decoded(old[k], scales[k])
-        if coded:
+        twice = coded if _compat.KEEPS_BARRIERS else []
+        if twice:
             _, first = tx.update(grads, treedef.unflatten(inner), params, **extra)
             found = treedef.flatten_up_to(first)
-        for k in coded:
+        for k in twice:
             # A fence: XLA would keep the new moments in float32 until their scales are there.
             codes, scale = lax.optimization_barrier((old[k], _encodings.scales_of(found[k])))
             inner[k], scales[k] = _encodings.decoded(codes, scales[k]), scale
@@ -399,6 +401,7 @@ def narrow_moments(
         new, count = treedef.flatten_up_to(inner), state.count + 1
         for k in coded:
             salt = _encodings.salt(state.count, k)
+            scales[k] = scales[k] if twice else _encodings.scales_of(new[k])
             new[k] = _encodings.codes_of(new[k], scales[k], salt)
         for k in narrow:
             new[k] = _encodings.rounded(new[k], _encodings.salt(state.count, k))
