@@ -405,6 +405,9 @@ def sequence_dim(attention: JaxprEqn) -> int:
 
 # -- memories
 
+# Whether barriers keep kernels apart. XLA:CPU of JAX 0.10 drops them before it fuses.
+KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
+
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 

@@ -1,6 +1,8 @@
 """Masters as weights with corrections, moments as codes: how exact they are, where they train, what
 they weigh, and what opens them."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from tests.conftest import make_mesh
 from tests.plan.test_precision import HALVED, linear, made, stacks
 from tests.plan.test_rounding import numbers
 from tests.reference import assert_equal_bits
+from zerojax import _compat
 from zerojax._checkpoint.conversion import names_of
 from zerojax._plan import encodings
 
@@ -254,6 +257,35 @@ def test_host_memory_has_three_bytes():
 def test_codes_in_host_memory_are_updated_layer_by_layer():
     text = str(zerojax.plan(drawn(16), stage=3, precision=SEVEN, mesh=TWO, **HOST))
     assert text.count("host, updated layer by layer") == 5, text
+
+
+def test_codes_in_host_memory_are_not_updated_in_backward():
+    state = zerojax.shard_train_state(drawn(16), stage=3, precision=SEVEN, mesh=TWO, **HOST)
+    step = zerojax.train_step(linear, update="backward")
+    with pytest.raises(
+        ValueError, match=r"blocks/w: its opt_state\S+: it has codes in host memory"
+    ):
+        step.lower(state, np.zeros((32, 16), "f"))
+
+
+def kernels(leaves):
+    """The kernels of an update of so many equal matrices, without their names."""
+    params = {str(k): jnp.ones((64, 128), jnp.bfloat16) for k in range(leaves)}
+    tx = zerojax.manual.narrow_moments(optax.adamw(1e-3), "int8")
+    tx = zerojax.manual.master_weights(tx, "split")
+    text = jax.jit(tx.update).lower(params, tx.init(params), params).compile().as_text()
+    found = set()
+    for body in re.findall(r"^%?fused_computation.*?\{\n(.*?)^\}", text, re.S | re.M):
+        names: dict[str, str] = {}
+        body = re.sub(r", metadata=\{.*?\}", "", body)
+        found.add(re.sub(r"%[\w.-]+", lambda m: names.setdefault(m[0], str(len(names))), body))
+    return found
+
+
+@pytest.mark.skipif(not _compat.KEEPS_BARRIERS, reason="XLA:CPU drops barriers")
+def test_equal_leaves_have_equal_kernels():
+    """XLA compiles those once: an update of many layers in a Python loop has few."""
+    assert kernels(4) == kernels(2)
 
 
 def test_the_plan_says_what_a_leaf_is_kept_as():

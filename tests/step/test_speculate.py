@@ -82,10 +82,13 @@ def close(a, b):
 def test_old_moments_in_host_memory_stay_until_the_new_ones_are_right():
     placed = {"stage": 3, "offload": ALL}
     state, _, step, old = stepped(CLIPPED, "backward", placed, [QUIET])
-    kept = {id(x) for x in jax.tree.leaves(old.opt_state[1][0].mu["blocks"])}
-    kept |= {id(x) for x in jax.tree.leaves(old.opt_state[1][0].nu["blocks"])}
-    for leaf in jax.tree.leaves(old):
-        assert leaf.is_deleted() != (id(leaf) in kept)
+    moments = jax.tree.leaves((old.opt_state[1][0].mu["blocks"], old.opt_state[1][0].nu["blocks"]))
+    given = [each.donated for each in jax.tree.leaves(step.lower(state, batch(QUIET)).args_info)]
+    kept = {id(x) for x in moments}
+    leaves_of = jax.tree.leaves(old)
+    assert given[: len(leaves_of)] == [id(leaf) not in kept for leaf in leaves_of]
+    # The step has read them, and then they are gone too.
+    assert all(leaf.is_deleted() for leaf in leaves_of)
     assert all(is_on_host(x) for x in jax.tree.leaves(state.opt_state) if x.ndim)
     compiled = step.lower(state, batch(QUIET)).compile()
     again, _ = compiled(state, batch(QUIET))

@@ -170,8 +170,11 @@ class InBackward:
             return part.why or NO_STACK
         # One of the stacks may be a copy of the last gradient, which reads nothing of the state.
         outputs = [i - self.first for i in part.inputs]
-        if not set(part.outputs) <= set(outputs) or any(map(self.whole.mixes, outputs)):
-            return TOGETHER
+        others = sorted(set(part.outputs) - set(outputs))
+        if others or any(map(self.whole.mixes, outputs)):
+            leaves = [self.plan.leaves[k] for k in others]
+            reasons = (f"its {leaf.path}: {why}" for leaf in leaves if (why := _why_not(leaf)))
+            return next(reasons, TOGETHER)
         guess = None
         if any(i >= len(self.update.shapes) for i in self.whole.of_layer(outputs).read()):
             if not self.must:
@@ -266,7 +269,9 @@ def _why_not(leaf: LeafPlan) -> str:
     whole = leaf.kind == PARAMS and leaf.rest.dim is None
     if not whole and leaf.rest.on_device != leaf.update:
         return "it rests elsewhere than it is updated"
-    if leaf.dtype == jnp.int8 and leaf.kind == OPT_STATE:  # codes, which `encodings.py` may view
+    # Codes, which a loop's backward carries as floats. XLA has no view of host memory as another
+    # type: it would copy the stack to the devices, and back.
+    if leaf.dtype == jnp.int8 and leaf.kind == OPT_STATE:
         return "it has codes in host memory" if leaf.is_on_host else ""
     return "" if jnp.issubdtype(leaf.dtype, jnp.floating) else f"it is {leaf.dtype}"
 

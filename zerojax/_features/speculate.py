@@ -34,7 +34,7 @@ from zerojax._update.guess import Guess
 # that launches kernels reads the loop's condition, before and after a pass. Python does not wait.)
 #
 # The old state stays in host memory. Moments that rest there are read from their old stacks and
-# written to new ones: no byte more is copied, and the step does not donate the old ones. Stacks on
+# written to new ones: no byte more is copied, and the step deletes the old ones. Stacks on
 # the devices, and parameters, are updated in place, and backward sends what it writes over to host
 # memory. An inverse of the update would be smaller, and wrong: after a gradient that is a thousand
 # times larger than others, the new moments have lost the last digits of the old ones.

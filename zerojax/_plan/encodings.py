@@ -14,7 +14,7 @@ its mean over many steps is right.
 The random bits are a hash of the number and of a salt, which is a scalar. We draw no bits for an
 array's shape: those of an element would change with the sharding, and with updating layers one at a
 time, and `_update/rules.py` could not prove such updates. Everything here is arithmetic on the bits
-of float32 (but one division), so that no program rounds it in another way.
+of float32 (but one product), so that no program rounds it in another way.
 
 [Note: corrections]
 A master is its bfloat16 weight, the nearest one, and a code of -127 to 127: how far it lies towards
@@ -36,12 +36,18 @@ infinity or a NaN decodes to NaN.
 
 No code is -128. The type float8_e4m3b11fnuz has NaN there and all other patterns are finite
 numbers, so XLA keeps what looks like it, and JAX takes it for something to differentiate by.
+
+[Note: kernels]
+`narrow_moments` computes new moments twice: for scales and, behind a barrier, for codes. So a leaf
+has two kernels, and no moment is in memory in float32. Salts pass a barrier too: without the
+positions of leaves in it, a kernel is the same for all leaves of one shape. XLA compiles it once.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -49,6 +55,7 @@ from zerojax._kernel.travel import names_in
 
 SIGN, INFINITE, FINITE = 0x80000000, 0x7F800000, 0x7F7FFFFF  # the bits of float32
 STEP = 258  # the float32 numbers between two corrections
+RECIPROCAL = 32514  # 2**23 / 258, rounded up
 DROPPED = 20  # the bits of mantissa that codes do not have
 SIGNED, UNSIGNED = 127, 254  # the largest codes
 NEIGHBOURS, FEWEST = 64, 16  # the length of blocks at most, and of those that are worth a scale
@@ -59,7 +66,9 @@ Salt = Array | None  # None: round to the nearest
 
 def salt(count: Array, place: int) -> Array:
     """Returns a number that differs from step to step and from leaf to leaf."""
-    return _hash(_hash(count.astype(jnp.uint32)) + jnp.uint32(place))
+    first = _hash(count.astype(jnp.uint32))
+    first, place_of = lax.optimization_barrier((first, np.uint32(place)))  # see the note on kernels
+    return _hash(first + place_of)
 
 
 def _hash(bits: Array) -> Array:
@@ -101,16 +110,14 @@ def rounded(value: Array, salt: Array) -> Array:
 def split(value: Array, salt: Salt = None) -> tuple[Array, Array]:
     """Returns the nearest bfloat16 numbers of masters, and their corrections."""
     bits = _bits(value)
-    size = bits & ~jnp.uint32(SIGN)
-    nearest = (size + 0x7FFF + ((size >> 16) & 1)) >> 16
-    is_nan = size > INFINITE
-    high = jnp.where(is_nan, (size >> 16) | 0x40, nearest)
-    off = jnp.where(is_nan, 0, _signed(size) - _signed(high << 16))
-    random = STEP // 2 if salt is None else _signed(((_hash(bits ^ salt) >> 16) * STEP) >> 16)
-    # Positive, so that the division rounds down.
-    code = lax.div(off + 128 * STEP + random, jnp.full_like(off, STEP)) - 128
+    is_nan = (bits & ~jnp.uint32(SIGN)) > INFINITE
+    high = jnp.where(is_nan, bits | 0x400000, bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    random = STEP // 2 if salt is None else ((_hash(bits ^ salt) >> 16) * STEP) >> 16
+    # Positive, so that the division rounds down. Of 20 bits, this product is exactly that.
+    off = bits - (high << 16) + 128 * STEP + random
+    code = _signed((off * RECIPROCAL) >> 23) - 128
     code = _mirrored(high, jnp.clip(code, -SIGNED, SIGNED))
-    return _bfloat16(((bits & jnp.uint32(SIGN)) >> 16) | high), code.astype(jnp.int8)
+    return _bfloat16(high), code.astype(jnp.int8)
 
 
 @jax.jit
@@ -158,35 +165,45 @@ def _spread(value: Array, length: int) -> Array:
     return lax.slice_in_dim(value, 0, length, axis=-1)
 
 
-@jax.jit
 def encoded(value: Array, salt: Salt = None) -> tuple[Array, Array]:
     """Returns codes of the array's shape, and the scales of their blocks."""
-    bits, length = _bits(value), value.shape[-1]
-    size = bits & ~jnp.uint32(SIGN)
-    is_negative = (bits >> 31 == 1) & (size > 0)
-    largest = jnp.max(_in_blocks(size), axis=-1)
-    has_signs = jnp.max(_in_blocks(is_negative.astype(jnp.int32)), axis=-1) == 1
+    scales = scales_of(value)
+    return codes_of(value, scales, salt), scales
+
+
+@jax.jit
+def scales_of(value: Array) -> Array:
+    """Returns the scales of an array's blocks."""
+    bits = _bits(value)
+    # The largest of a block's numbers without a sign, if any, and the largest one with it, or else.
+    plus = jnp.max(_in_blocks(_signed(bits)), axis=-1)
+    minus = jnp.max(_in_blocks(bits), axis=-1)
+    largest = jnp.maximum(jnp.maximum(plus, 0).astype(jnp.uint32), minus & ~jnp.uint32(SIGN))
     top = (jnp.minimum(largest, FINITE) + ((1 << DROPPED) - 1)) >> DROPPED
     top = jnp.minimum(top, FINITE >> DROPPED)  # whose upper neighbour is an infinity
     top = jnp.where(largest < INFINITE, top, INFINITE >> DROPPED)
-    is_plain = ~has_signs & (top > 0)
-    levels, base = _levels(top, is_plain)
+    is_plain = (minus <= jnp.uint32(SIGN)) & (top > 0)
+    # A number of 11 bits is one of bfloat16's.
+    return _bfloat16((is_plain.astype(jnp.uint32) << 15) | (top << (DROPPED - 16)))
 
+
+@jax.jit
+def codes_of(value: Array, scales: Array, salt: Salt = None) -> Array:
+    """Returns codes of the array's shape, for the scales of its blocks."""
+    bits = _bits(value)
+    base, is_plain, _ = _levels(scales, value.shape[-1])
+    size = bits & ~jnp.uint32(SIGN)
     random = jnp.full_like(bits, 1 << 31) if salt is None else _hash(bits ^ salt)
     near = jnp.minimum(size + (random >> (32 - DROPPED)), FINITE) >> DROPPED
-    spread_base, spread_plain = (_spread(each, length) for each in (base, is_plain))
-    code = _signed(near) - spread_base
+    code = jnp.minimum(_signed(near) - base, jnp.where(is_plain, UNSIGNED, SIGNED))
     # Below the smallest code, what counts is the distance from zero.
-    least = (spread_base + 1) << DROPPED
-    share = _float(size) / _float(least.astype(jnp.uint32))
-    is_up = (random >> 8).astype(jnp.float32) * jnp.float32(2.0**-24) < share
-    is_up = is_up | (spread_plain & (size > 0))
+    least = (base + 1) << DROPPED
+    drawn = (random >> 8).astype(jnp.float32) * 2.0**-12  # both sides stay below infinity
+    is_up = drawn * _float(least.astype(jnp.uint32)) < _float(size) * 2.0**12
+    is_up = is_up | (is_plain & (size > 0))
     code = jnp.where(_signed(size) < least, is_up.astype(jnp.int32), code)
-    code = jnp.clip(code, 0, _spread(levels, length))
-    signs = jnp.where(is_negative, -code, code)
-    codes = jnp.where(spread_plain, code - SIGNED, signs).astype(jnp.int8)
-    # A number of 11 bits is one of bfloat16's.
-    return codes, _bfloat16((is_plain.astype(jnp.uint32) << 15) | (top << (DROPPED - 16)))
+    signs = jnp.where(bits > jnp.uint32(SIGN), -code, code)
+    return jnp.where(is_plain, code - SIGNED, signs).astype(jnp.int8)
 
 
 def typed_codes(value: Array) -> tuple[Array, Array]:
@@ -208,23 +225,20 @@ def typed_codes(value: Array) -> tuple[Array, Array]:
 @jax.jit
 def decoded(codes: Array, scales: Array) -> Array:
     """Returns the float32 numbers of codes and the scales of their blocks."""
-    length = codes.shape[-1]
-    bits = lax.bitcast_convert_type(scales, jnp.uint16).astype(jnp.uint32)
-    top, is_plain = (bits & 0x7FFF) >> (DROPPED - 16), bits >> 15 == 1
-    _, base = _levels(top, is_plain)
-    is_broken = _spread(top >= INFINITE >> DROPPED, length)
-    base, is_plain = (_spread(each, length) for each in (base, is_plain))
-    codes = codes.astype(jnp.int32)
-    size = jnp.where(is_plain, codes + SIGNED, jnp.abs(codes))
-    value = _float(jnp.where(size > 0, (base + size) << DROPPED, 0).astype(jnp.uint32))
-    value = jnp.where(~is_plain & (codes < 0), -value, value)
-    return jnp.where(is_broken, jnp.nan, value)
+    base, is_plain, top = _levels(scales, codes.shape[-1])
+    number = codes.astype(jnp.int32) + jnp.where(is_plain, SIGNED, 0)
+    size = jnp.abs(number)
+    bits = jnp.where(size > 0, (base + size) << DROPPED, 0).astype(jnp.uint32)
+    value = _float(bits | (number.astype(jnp.uint32) & jnp.uint32(SIGN)))
+    return jnp.where(top >= INFINITE >> DROPPED, jnp.nan, value)
 
 
-def _levels(top: Array, is_plain: Array) -> tuple[Array, Array]:
-    """Returns the largest code of each block, and the number before its first."""
-    levels = jnp.where(is_plain, UNSIGNED, SIGNED)
-    return levels, jnp.maximum(_signed(top) - levels, 0)
+def _levels(scales: Array, length: int) -> tuple[Array, Array, Array]:
+    """Returns, for each element of a block, the number before that of its smallest code, whether
+    the block has no signs, and the number of its largest code."""
+    bits = lax.bitcast_convert_type(_spread(scales, length), jnp.uint16).astype(jnp.int32)
+    top, is_plain = (bits & 0x7FFF) >> (DROPPED - 16), bits > 0x7FFF
+    return jnp.maximum(top - jnp.where(is_plain, UNSIGNED, SIGNED), 0), is_plain, top
 
 
 def _float(bits: Array) -> Array:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
+from zerojax import _compat
 from zerojax._kernel.device import wide
 from zerojax._plan import encodings as _encodings, optimizer as _optimizer
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
@@ -386,21 +387,30 @@ def narrow_moments(
         old, treedef = jax.tree.flatten(state.inner)
         holes: list[Any] = [optax.MaskedNode()] * len(old)
         scales = treedef.flatten_up_to(state.scales) if kind == CODES else holes
-        has_codes = [not isinstance(scale, optax.MaskedNode) for scale in scales]
+        coded = [k for k, scale in enumerate(scales) if not isinstance(scale, optax.MaskedNode)]
         # Besides moments, arrays that are bfloat16 because the parameters are.
-        is_narrow = [x.ndim > 0 and x.dtype == NARROW for x in old]
-        inner = [_widened(x) if is_one else x for x, is_one in zip(old, is_narrow, strict=True)]
-        for place in itertools.compress(range(len(old)), has_codes):
-            inner[place] = _encodings.decoded(old[place], scales[place])
-        grads = jax.tree.map(_widened, updates)
+        narrow = [k for k, x in enumerate(old) if x.ndim > 0 and x.dtype == NARROW]
+        inner, grads = list(old), jax.tree.map(_widened, updates)
+        for k in narrow:
+            inner[k] = _widened(old[k])
+        for k in coded:
+            inner[k] = _encodings.decoded(old[k], scales[k])
+        twice = coded if _compat.KEEPS_BARRIERS else []
+        if twice:
+            _, first = tx.update(grads, treedef.unflatten(inner), params, **extra)
+            found = treedef.flatten_up_to(first)
+        for k in twice:
+            # A fence: XLA would keep the new moments in float32 until their scales are there.
+            codes, scale = lax.optimization_barrier((old[k], _encodings.scales_of(found[k])))
+            inner[k], scales[k] = _encodings.decoded(codes, scales[k]), scale
         updates, inner = tx.update(grads, treedef.unflatten(inner), params, **extra)
         new, count = treedef.flatten_up_to(inner), state.count + 1
-        for place, (is_one, codes) in enumerate(zip(is_narrow, has_codes, strict=True)):
-            salt = _encodings.salt(state.count, place)
-            if codes:
-                new[place], scales[place] = _encodings.encoded(new[place], salt)
-            elif is_one:
-                new[place] = _encodings.rounded(new[place], salt)
+        for k in coded:
+            salt = _encodings.salt(state.count, k)
+            scales[k] = scales[k] if twice else _encodings.scales_of(new[k])
+            new[k] = _encodings.codes_of(new[k], scales[k], salt)
+        for k in narrow:
+            new[k] = _encodings.rounded(new[k], _encodings.salt(state.count, k))
         if kind == CODES:
             return updates, CodedState(count, treedef.unflatten(new), treedef.unflatten(scales))
         return updates, NarrowState(count, treedef.unflatten(new))

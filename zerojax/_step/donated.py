@@ -1,6 +1,7 @@
-"""A jitted step that donates its state, except for leaves whose old value it needs to the end.
+"""A jitted step that donates its state, and writes nothing over what it needs to the end.
 
-`jax.jit` donates whole arguments. So here each leaf is an argument.
+`jax.jit` donates whole arguments, and XLA may write over what is donated. So here each leaf is an
+argument. Those leaves are not donated but deleted: JAX frees them when the program has ended.
 """
 
 import inspect
@@ -14,17 +15,17 @@ from zerojax._types import PyTree
 
 
 class PartlyDonated:
-    """Like `jax.jit(function, donate_argnums=0)`, without donating the leaves at `kept`."""
+    """Like `jax.jit(function, donate_argnums=0)`; the leaves at `kept` are read to the end."""
 
     def __init__(
         self, function: Callable[..., PyTree], kept: Collection[int], **options: Any
     ) -> None:
         self.function, self.kept, self.options = function, kept, options
         self.whole: Any = jax.jit(function, **options)
-        self.by_tree: dict[Any, Any] = {}
+        self.by_tree: dict[Any, tuple[Any, set[int]]] = {}
 
-    def _flat(self, args: tuple, named: dict[str, PyTree]) -> tuple[Any, list]:
-        """Returns the function of leaves, and the leaves."""
+    def _flat(self, args: tuple, named: dict[str, PyTree]) -> tuple[Any, set[int], list]:
+        """Returns the function of leaves, which of them it keeps, and the leaves."""
         leaves, treedef = jax.tree.flatten((args, named))
         if treedef not in self.by_tree:
 
@@ -38,19 +39,23 @@ class PartlyDonated:
                 for path, at in jax.tree_util.tree_leaves_with_path(tree):
                     names[at] = name + jax.tree_util.keystr(path)
             state = jax.tree.leaves(next(iter(bound.values())))
-            donated = [at for k, at in enumerate(state) if k not in self.kept]
+            kept = {state[k] for k in self.kept}
+            donated = [at for at in state if at not in kept]
             flat.__name__ = self.function.__name__
             _compat.name_arguments(flat, names)
-            self.by_tree[treedef] = jax.jit(flat, donate_argnums=donated, **self.options)
-        return self.by_tree[treedef], leaves
+            self.by_tree[treedef] = jax.jit(flat, donate_argnums=donated, **self.options), kept
+        return *self.by_tree[treedef], leaves
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
-        jitted, leaves = self._flat(args, named)
-        return jitted(*leaves)
+        jitted, kept, leaves = self._flat(args, named)
+        results = jitted(*leaves)
+        for at in kept:
+            leaves[at].delete()
+        return results
 
     def lower(self, *args: PyTree, **named: PyTree) -> jax.stages.Lowered:
         """Lowers it. Compiled, it takes the arguments as this function does."""
-        jitted, leaves = self._flat(args, named)
+        jitted, _, leaves = self._flat(args, named)
         lowered = jitted.lower(*leaves)
         infos = jax.tree.leaves(lowered.args_info)
         lowered.args_info = jax.tree.structure((args, named)).unflatten(infos)
@@ -60,8 +65,8 @@ class PartlyDonated:
         return self.whole.trace(*args, **named)
 
     def clear_cache(self) -> None:
-        for jitted in (self.whole, *self.by_tree.values()):
+        for jitted in (self.whole, *(jitted for jitted, _ in self.by_tree.values())):
             jitted.clear_cache()
 
     def _cache_size(self) -> int:
-        return sum(jitted._cache_size() for jitted in self.by_tree.values())
+        return sum(jitted._cache_size() for jitted, _ in self.by_tree.values())
