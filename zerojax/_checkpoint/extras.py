@@ -1,6 +1,12 @@
 """Data that is saved with a state: step, rng, the data iterator's state, the user's own metadata.
 
 They are stored as JSON, and reading them never runs code.
+
+[Note: the format]
+With them is the number of the format of the whole checkpoint: how leaves are named and encoded, how
+padding is left out, what these data are. It grows when a checkpoint is written that an earlier
+version of zerojax would read wrongly or not at all, and each version reads all formats up to its
+own. A checkpoint without a number is of format 1. `tests/data/` has what releases wrote.
 """
 
 import base64
@@ -15,9 +21,11 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+import zerojax
 from zerojax._checkpoint import files as _files
 from zerojax._types import PyTree, is_key
 
+FORMAT = 1  # see the note above
 OUR_KEY = "zerojax"  # in Orbax's custom metadata, and the tag of values that JSON does not know
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
@@ -54,7 +62,26 @@ def pack(
             "rng=, data= or metadata= is nested too deeply, or contains itself. Make it flat."
         ) from None
     rest |= {"step": None if step is None else step_number(step), "metrics": dict(metrics or {})}
+    rest |= {"format": FORMAT, "written_by": zerojax.__version__}
     return {OUR_KEY: {"data": [json.loads(text) for text in _gathered(mine)], **rest}}
+
+
+def check_format(tree: epath.Path) -> None:
+    """Raises for a checkpoint of a later format, before any other file of it is looked at.
+
+    Whatever else is wrong with the file that names the format, the checksums tell.
+    """
+    try:
+        saved = json.loads((tree / _files.METADATA).read_bytes())["custom_metadata"][OUR_KEY]
+        number, writer = int(saved["format"]), str(saved.get("written_by"))
+    except (*_files.DAMAGE, OSError):  # without a number, it is older than any
+        return
+    if number > FORMAT:
+        raise ValueError(
+            f"{tree} is a checkpoint of format {number}, written by zerojax {writer}. This is "
+            f"zerojax {zerojax.__version__}, which reads formats up to {FORMAT}. Install zerojax "
+            f"{writer} or later."
+        )
 
 
 def saved_metric(step: epath.Path, name: str) -> float | None:

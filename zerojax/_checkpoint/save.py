@@ -199,6 +199,7 @@ def _checked(
     directory = _files.tree_in(path)
     if directory is None:
         raise ValueError(_files.nothing_at(path))
+    _extras.check_format(directory)
     listed = (directory / _files.CHECKSUMS).exists()
     if listed or _extras.OUR_KEY in _metadata(directory)[1]:
         _files.check_files(directory, only)

@@ -35,7 +35,7 @@ _MODULES = {name: module for module, names in _EXPORTS.items() for name in names
 
 def __getattr__(name: str) -> typing.Any:
     if name not in _MODULES:
-        raise AttributeError(f"module 'zerojax.tools' has no attribute {name!r}")
+        return importlib.import_module("zerojax._deprecations").attribute(__name__, name)
     module = importlib.import_module(f"zerojax.tools.{_MODULES[name]}")
     globals()[name] = getattr(module, name)
     return globals()[name]
