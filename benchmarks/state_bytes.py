@@ -17,8 +17,6 @@ import results
 import zerojax
 from zerojax.tools._forecast import presets as _presets
 
-jax.config.update("jax_num_cpu_devices", 8)
-
 GPUS, SEQUENCES = "8xH100", 4
 BF16 = {"param": "bfloat16"}
 PRECISIONS = {
@@ -75,4 +73,5 @@ def measured(row):
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
     results.main(__doc__, STORED, ROWS, figures.versions(), measured)

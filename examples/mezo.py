@@ -22,9 +22,11 @@ each device and the loss after 100 steps, 3.63 MiB and 2.299 for MeZO:
 - zo2 (ZO2, 2503.12668): parameters rest in host memory, and a layer comes to the devices once a
   step, for both losses and the update of the step before: `zo2.py`. It has MeZO's losses. Each
   device draws the direction of a whole layer, which this model feels (8.23, 2.299). A model of 2.4B
-  has 0.65 GiB on an H100 and 9.0 on its host, where MeZO needs 9.6 on the GPU, as compiled by:
+  has 0.65 GiB on an H100 and 9.0 on its host, where MeZO needs 9.6 on the GPU; one of 29B has 6.1
+  and 108. To compile these, without a GPU:
 
     python examples/mezo.py --way zo2 --gpus 1xH100 --layers 48 --dim 2048 --batch 8
+    python examples/mezo.py --way zo2 --gpus 1xH100 --layers 64 --dim 6144 --batch 8
 """
 
 import argparse
