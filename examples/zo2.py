@@ -28,6 +28,8 @@ def steps(model, plan, lr, eps):
     A state has the update of its last step, which is due: `settle` makes it. Do so before you
     evaluate or save.
     """
+    if jax.__version_info__ < (0, 11) and plan.mesh.devices.flat[0].platform != "cpu":
+        raise ValueError("zo2 needs JAX 0.11: XLA of older ones copies other layers to a GPU.")
     block, ends = train_gpt.Block(model.dim, model.dense), (jnp.float32(eps), jnp.float32(-eps))
     whole = lambda tree: jax.lax.with_sharding_constraint(tree, NamedSharding(plan.mesh, P()))
 

@@ -387,6 +387,7 @@ def test_zo2_has_mezo_s_losses_with_its_parameters_in_host_memory(example, tiny)
 
 
 @pytest.mark.gpu_code
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA copies other layers")
 def test_a_gpu_has_a_few_layers_of_zo2_s_at_a_time(said):
     """All of the rest is on the host, where nothing of it is copied."""
     printed = said("mezo --way zo2 --gpus 1xH100 --layers 16 --dim 512 --batch 1").out
