@@ -21,14 +21,14 @@ from zerojax.tools._hlo import gpus as _gpus
 
 STORED = figures.HERE / "largest.json"
 NAMES = ("T4", "L4", "L40S", "A100-40GB", "A100-80GB", "H100", "H200", "B200")
-SEVERAL = ("2xT4", "4xRTX4090", "8xH100")
+SEVERAL = ("2xT4",)
 HOSTS = (0, 64, 128, 512)  # GB
 LEFT = 0.9  # of a host's memory: the system, Python and data take the rest
 SEQUENCES = 4
 
-LADDER = [  # 0.2 to 150 billion parameters, up to 1.4 times the one before, 1.1 above 7 billion
+LADDER = [  # 0.2 to 70 billion parameters, up to 1.4 times the one before, 1.1 above 7 billion
     _presets.Gpt(layers=round(width / 112), hidden=width, heads=width // 128)
-    for width in range(1024, 11264, 128)
+    for width in range(1024, 8704, 128)
 ]
 
 
