@@ -9,11 +9,13 @@ import re
 import sys
 
 import render_paper
+import render_state
 
 HERE = pathlib.Path(__file__).parent
 DOCS = HERE.parent / "docs"
 PAGES = tuple(
-    DOCS / f"{name}.md" for name in ("../README", "measured", "groups", "loss", "paper", "wires")
+    DOCS / f"{name}.md"
+    for name in ("../README", "measured", "groups", "loss", "paper", "stages", "wires")
 ) + (HERE / "README.md",)
 MEMORY_GIB = 80e9 / 2**30  # of the GPUs in the tables
 FLAGS = {
@@ -157,18 +159,16 @@ def scaling() -> str:
 
 
 def largest() -> str:
-    """Renders the largest model by GPU and host, and how long its step takes."""
+    """Renders the largest model, and how long its step takes: by the bytes of its state where
+    nothing is in host memory, and by that memory."""
     stored = _stored("largest.json")
-    cells = {tuple(row["row"].split(", ")): row for row in stored["rows"]}
-    gpus, hosts = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    on_gpus = _table(*render_state.largest(stored["rows"]), {"device": "GPUs", **stored})
+    return f"{on_gpus}\n\n{_rows(*render_state.largest_with_host(stored['rows']))}"
 
-    def shown(gpu, host):
-        row = cells.get((gpu, host))
-        return f"{row['billions']}B, {row['step_s']} s" if row else "—"
 
-    rows = [[gpu, *(shown(gpu, host) for host in hosts)] for gpu in gpus]
-    header = ["GPU", "nothing there", *hosts[1:]]
-    return _table(header, rows, {"device": "One GPU", **stored})
+def state_bytes() -> str:
+    """Renders bytes a parameter, counted twice, and what a step takes in all."""
+    return _rows(*render_state.state_bytes(_stored("state_bytes.json")["rows"]))
 
 
 def machines() -> str:
@@ -465,6 +465,7 @@ TABLES = {
     "ways": ways,
     "largest": largest,
     "machines": machines,
+    "state_bytes": state_bytes,
     "groups": groups,
     "chunks": chunks,
     "layered": layered,

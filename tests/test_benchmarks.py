@@ -166,6 +166,29 @@ def test_rows_in_host_memory_are_those_of_the_docs():
         assert f"| {' | '.join(cells)} |" in page
 
 
+def test_bytes_at_rest_are_those_that_plans_have_now():
+    rows, ours = stored("state_bytes.json"), importlib.import_module("state_bytes")
+    assert [row["row"] for row in rows] == [*ours.ROWS]
+    for row in rows:
+        stage, precision, _ = ours.ROWS[row["row"]]
+        plan = zerojax.plan(ours.SMALL.make_state, stage=stage, precision=precision)
+        leaves = jax.tree.leaves(plan.abstract())
+        shards = [np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves]
+        count = sum(n * leaf.dtype.itemsize for n, leaf in zip(shards, leaves, strict=True))
+        each = count * (8 if stage == 3 else 1) / ours.SMALL.n_params
+        assert row["emulated"] == pytest.approx(each, abs=6e-4), row["row"]
+        assert row["compiled"] == pytest.approx(each, rel=0.01), row["row"]
+
+
+def test_the_docs_models_are_the_largest():
+    rows = {row["row"]: f"{row['billions']}B" for row in stored("largest.json")}
+    text = " ".join((ROOT / "docs" / "stages.md").read_text().split())
+    told = {"T4 trains": "T4", "80 GB A100": "A100-80GB", "H200": "H200"}
+    for name, gpu in told.items():
+        seven, fp32 = (rows[f"{gpu}, 0 GB{way}, in backward"] for way in (", 7 bytes", ""))
+        assert f"{name} {seven}, not {fp32}" in text
+
+
 # -- published steps
 
 

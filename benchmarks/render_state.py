@@ -1,0 +1,56 @@
+"""Tables of a state's bytes, and of the largest models that they let GPUs train.
+
+Each function takes the stored rows, and returns a header and rows of cells.
+"""
+
+WAYS = {
+    "": "fp32",
+    "in backward": '`update="backward"`',
+    "7 bytes, in backward": "7 bytes a parameter",
+}
+
+
+def _models(rows):
+    """Returns cells by GPUs, host memory and way."""
+    cells = {}
+    for row in rows:
+        gpus, host, *way = row["row"].split(", ", 2)
+        cells[gpus, host, "".join(way)] = f"{row['billions']}B, {row['step_s']} s"
+    return cells
+
+
+def largest(rows):
+    cells = _models(rows)
+    names = dict.fromkeys(gpus for gpus, _, _ in cells)
+    models = [[name, *(cells.get((name, "0 GB", way), "—") for way in WAYS)] for name in names]
+    return ["nothing in host memory", *WAYS.values()], models
+
+
+def largest_with_host(rows):
+    cells = {key: cell for key, cell in _models(rows).items() if key[1] != "0 GB"}
+    names, hosts, _ = map(dict.fromkeys, zip(*cells, strict=True))
+    models = [[name, *(cells.get((name, host, ""), "—") for host in hosts)] for name in names]
+    return ["fp32, memory of the host", *hosts], models
+
+
+PRECISIONS = {
+    "fp32": "fp32",
+    "masters": '`param="bfloat16", master="float32"`',
+    "split": '`param="bfloat16", master="split"`',
+    "codes": 'the same, `moments="int8"`',
+}
+
+
+def state_bytes(rows):
+    found = {row["row"]: row for row in rows}
+
+    def cells(name):
+        for how in ("emulated", "compiled"):
+            yield from (f"{found[f'stage {stage}, {name}'][how]:.2f}" for stage in (0, 3))
+        both = [found.get(f"stage 3, {name}{end}") for end in ("", ", in backward")]
+        for key in ("peak_gib", "step_ms"):
+            yield ", ".join(str(row[key]) for row in both if row)
+
+    header = ["state", "emulated, stage 0", "stage 3", "compiled, stage 0", "stage 3"]
+    header += ["peak at stage 3, GiB", "step, ms"]
+    return header, [[what, *cells(name)] for name, what in PRECISIONS.items()]
