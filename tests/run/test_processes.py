@@ -99,6 +99,18 @@ def test_processes_that_disagree_are_all_told_in_what(tmp_path):
     assert first == second and len(first) > 25
 
 
+def test_a_device_that_computes_something_else_is_named_in_all_processes(tmp_path):
+    run = Run(2, tmp_path, ["--directory", str(tmp_path / "r")], "tests.run.replayed")
+    assert run.wait(240) == [0, 0], run.text()
+    first, second = ((tmp_path / f"r.{number}.txt").read_text() for number in (0, 1))
+    assert first == second
+    flipped, copied = first.splitlines()
+    assert re.search(
+        r"and device \d+ \(process 1 on .*, cpu \d\) differs first in what it", flipped
+    )
+    assert "all 4 devices differ in their copies of params/b, in both runs" in copied, copied
+
+
 # -- runs that go on without those that are lost
 
 

@@ -91,6 +91,25 @@ def _difference_between(members: Sequence[int], call: str, said: dict[str, str])
     return _read(f"{now}/difference", first, call)
 
 
+def told(call: str, text: str, mesh: Mesh) -> dict[int, str]:
+    """Returns what each process that has devices of `mesh` says, in all of them.
+
+    As in `agree`, they call it at the same points of their program.
+    """
+    me = jax.process_index()
+    members = sorted({device.process_index for device in mesh.devices.flat})
+    if len(members) == 1:
+        return {me: text}
+    channel = f"zerojax/{call}/{zlib.crc32(repr(members).encode())}"
+    before, now = (f"{channel}/{_meetings[channel] + n}" for n in (0, 1))
+    _meetings[channel] += 1
+    store = _compat.shared_store()
+    store.key_value_set(f"{now}/{me}", text)
+    said = {one: _read(f"{now}/{one}", one, call) for one in members}
+    store.key_value_delete(f"{before}/{me}")  # all that are here have read it
+    return said
+
+
 def _read(key: str, process: int, call: str) -> str:
     """Returns the value that `process` writes, whenever that is: it may still load its data.
 

@@ -18,6 +18,7 @@ from jax.experimental import serialize_executable
 from zerojax._loss import arguments as _arguments
 from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan
+from zerojax._step.replay import Replays
 from zerojax._types import PyTree
 
 FIRST_LINE = b"zerojax step\n"
@@ -38,6 +39,7 @@ class CompiledStep:
     executable: jax.stages.Compiled
     plan: Plan
     facts: Facts
+    replays: Replays | None = None
     program: bytes = b""  # from a file: JAX may not write again what it has loaded
 
     def __repr__(self) -> str:
@@ -49,7 +51,10 @@ class CompiledStep:
         with _arguments.explained((state, *args), {}, self.plan):
             args = _move.own(args, self.plan.mesh.devices.flat)
             (_, *places), _ = self.executable.input_shardings
-            return self.executable(state, *jax.device_put(args, tuple(places)))
+            args = jax.device_put(args, tuple(places))
+            if self.replays is not None:
+                self.replays(self.plan, state, *args)
+            return self.executable(state, *args)
 
     def as_text(self) -> str:
         return self.executable.as_text() or ""
@@ -156,7 +161,7 @@ def loaded(
     executable = serialize_executable.deserialize_and_load(
         program, lowered.in_tree, lowered.out_tree, devices[0].client, devices
     )
-    return CompiledStep(executable, plan, facts, program)
+    return CompiledStep(executable, plan, facts, program=program)
 
 
 def _digest(data: bytes) -> str:

@@ -1,6 +1,7 @@
 """`zerojax.verify`: compares one step with one device."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,11 @@ from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step.grad import loss_and_grads
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._types import Device, PyTree
-from zerojax.tools._verify import causes as _causes, compare as _compare
+from zerojax.tools._verify import (
+    causes as _causes,
+    compare as _compare,
+    rehearse as _rehearse,
+)
 from zerojax.tools._verify.compare import NOT_FINITE, RIGHT, Check, Verification, largest
 from zerojax.tools._verify.reference import Comparison, Reference, Replayed, averaged, rejects
 
@@ -42,6 +47,7 @@ def verify(
     rng: PyTree = None,
     *,
     like: Callable[..., PyTree] | None = None,
+    plan: Plan | None = None,
     whole_batch: bool = True,
     tolerance: float | None = None,
     device: Device | None = None,
@@ -60,6 +66,11 @@ def verify(
         batch, rng: as the step takes them.
         like: for a step that you wrote yourself, one of `train_step` that should do the same: its
             loss and its options are replayed.
+        plan: of devices that are not here, such as `zerojax.plan(make_state,
+            mesh=zerojax.aot.mesh("400xH100"))`. `state` is then a function that makes a small
+            state of the same structure, with fewer layers maybe, and `batch` is one for it. They
+            are placed as that plan says, on a mesh of the same axes of the devices that are here.
+            Leaves whose place differs, and collectives that only one of both steps has, are wrong.
         whole_batch: whether the loss should be that of the whole batch too. With a key, the two are
             compared with all random numbers alike: dropout keeps everything.
         tolerance: relative; default, by the narrowest dtype of the loss, its `precision` and the
@@ -77,7 +88,6 @@ def verify(
         >>> zerojax.verify(step, state, np.ones((8, 64), np.float32)).ok
         True
     """
-    recipe = _recipe_of(step if like is None else like)
     if not isinstance(whole_batch, bool):
         raise TypeError(f"whole_batch={whole_batch!r} must be True or False.")
     is_number = isinstance(tolerance, int | float | np.number)
@@ -86,12 +96,38 @@ def verify(
             f"tolerance={tolerance!r} must be a number from 0: how far values may differ, relative "
             "to the largest. Leave it out for one that fits their dtypes."
         )
-    _arguments.check_kinds(state, batch)
+    compared = functools.partial(
+        _compared, like=like, whole_batch=whole_batch, tolerance=tolerance, device=device
+    )
+    if plan is None:
+        return compared(step, state, (batch,) if rng is None else (batch, rng))
+    if like is not None:
+        raise TypeError(
+            "verify(plan=) runs the step on another mesh, which a step of your own may not know. "
+            "Leave like= out, and pass the step that you would pass there."
+        )
+    rehearsal = _rehearse.rehearsal(step, state, batch, rng, plan)
+    report = compared(rehearsal.step, rehearsal.state, rehearsal.args)
+    report.checks[:0], report.notes[:0] = rehearsal.checks, rehearsal.notes
+    return report
+
+
+def _compared(
+    step: Callable[..., PyTree],
+    state: PyTree,
+    args: tuple[PyTree, ...],
+    *,
+    like: Callable[..., PyTree] | None,
+    whole_batch: bool,
+    tolerance: float | None,
+    device: Device | None,
+) -> Verification:
+    recipe = _recipe_of(step if like is None else like)
+    _arguments.check_kinds(state, args[0])
     _refusals.check_alive(state)
-    _refusals.check_values(batch, "batch")
-    _refusals.check_values(rng, "rng")
+    for value, what in zip(args, ("batch", "rng"), strict=False):
+        _refusals.check_values(value, what)
     plan = _plan_of(state, recipe)
-    args = (batch,) if rng is None else (batch, rng)
     with _mesh.unset():
         reference = Reference(recipe, plan, state, args, device)
     # As the step may donate its arguments, it gets copies.

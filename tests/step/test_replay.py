@@ -1,0 +1,178 @@
+"""`replay_every=`: which device is named, and that a healthy run is the run without it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zerojax
+import zerojax.nnx
+
+BROKEN = 3  # a device
+ROWS = np.random.default_rng(0).normal(size=(16, 8)).astype("f")
+BOTH = zerojax.Offload(params=True, min_bytes=0)
+
+
+class Fault:
+    """Passes arrays on; on one device, flips a bit of those whose number is in `flips`."""
+
+    def __init__(self, every=False):
+        self.passed, self.flips, self.every = 0, set(), every
+
+    def _change(self, device, x):
+        x, flips = np.array(x), self.every
+        if device == BROKEN:  # only its thread counts
+            flips = flips or self.passed in self.flips
+            self.passed += 1
+        if flips:
+            x.view(np.uint32)[0, 0] ^= np.random.randint(1 << 20) if self.every else 1 << 20
+        return x
+
+    def __call__(self, x):
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(self._change, like, jax.lax.axis_index("data"), x)
+
+    def in_forward(self, x):
+        change = jax.custom_vjp(self)
+        change.defvjp(lambda x: (self(x), None), lambda _, grad: (grad,))
+        return change(x)
+
+    def in_backward(self, x):
+        change = jax.custom_vjp(lambda x: x)
+        change.defvjp(lambda x: (x, None), lambda _, grad: (self(grad),))
+        return change(x)
+
+
+def layers(params, x, change=lambda x: x):
+    body = jax.checkpoint(lambda x, w: (jnp.tanh(change(x) @ w), None))
+    return zerojax.mean(jax.lax.scan(body, x, params["w"])[0] ** 2)
+
+
+def make_state():
+    w = jax.random.normal(jax.random.key(0), (3, 8, 8))
+    return TrainState.create(apply_fn=None, params={"w": w}, tx=optax.adam(1e-2))
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("where", ["in_forward", "in_backward", "compiled"])
+def test_the_device_is_named_and_nothing_is_lost(where):
+    fault = Fault()
+    change = getattr(fault, where.replace("compiled", "in_backward"))
+    state = zerojax.shard_train_state(make_state, stage=3)
+    step = zerojax.train_step(lambda params, x: layers(params, x, change), replay_every=2)
+    if where == "compiled":
+        step = step.compile(state, ROWS)
+    passed = []
+    for _ in range(2):
+        state, metrics = step(state, ROWS)
+        before = bits((state, metrics))
+        passed.append(fault.passed)
+    both = passed[0] - (passed[1] - passed[0])  # runs that check; the second step is not checked
+    assert both >= 6 and both % 2 == 0, passed
+    fault.flips = {passed[1] + both // 2 + 1}  # in the second of them, before the next step
+    with pytest.raises(zerojax.run.ReplayError, match=rf"device {BROKEN} \(process 0 on") as raised:
+        step(state, ROWS)
+    assert raised.value.devices == (jax.devices()[BROKEN],)
+    assert "params/w" in raised.value.leaves
+    assert "A third run gives what the first gave." in str(raised.value)
+    assert bits((state, metrics)) == before
+    new, metrics = step(state, ROWS)  # which is not checked
+    assert int(new.step) == 3 and set(metrics) == {"loss", "grad_norm"}
+
+
+def run(replay_every, placed, options, calls=3):
+    """The state after some calls, and metrics; each call gives the old state away."""
+    state = zerojax.shard_train_state(make_state, **placed)
+    step = zerojax.train_step(layers, replay_every=replay_every, **options)
+    for _ in range(calls):
+        old = jax.tree.leaves(state.params)
+        state, metrics = step(state, ROWS)
+        assert all(leaf.is_deleted() for leaf in old)
+    return bits((state, metrics))
+
+
+@pytest.mark.parametrize(
+    ("placed", "options"),
+    [
+        ({"stage": 2}, {"accumulate": 2}),
+        ({"stage": 3, "offload": BOTH, "stacked": "w"}, {"update": "backward"}),
+        (
+            {
+                "stage": 3,
+                "mesh": jax.make_mesh((4, 2), ("data", "other")),
+                "axis": ("data", "other"),
+            },
+            {},
+        ),
+    ],
+    ids=["accumulate", "offload in backward", "explicit axes"],
+)
+def test_a_healthy_run_gives_the_same_bits(placed, options):
+    assert run(2, placed, options) == run(None, placed, options)
+
+
+def test_nnx():
+    def trained(replay_every):
+        model = nnx.Sequential(
+            nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        )
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        zerojax.nnx.shard(model, optimizer, stage=3)
+        loss = lambda model, x: jnp.mean((model(x) - 1) ** 2)
+        step = zerojax.nnx.train_step(loss, replay_every=replay_every)
+        losses = [step(model, optimizer, ROWS)["loss"] for _ in range(3)]
+        return bits((losses, nnx.state(model, nnx.Param), nnx.state(model, nnx.RngCount)))
+
+    assert trained(2) == trained(None)
+
+
+def test_a_copy_that_differs_is_named():
+    """Of a tuple, whose step takes `tx`; both runs agree, as they start from the same copies."""
+    tx, params = optax.sgd(1e-2), {"w": jnp.ones((3, 8, 8))}
+    plan = zerojax.plan((params, tx.init(params)), stage=0)
+    params, opt_state = plan.place((params, tx.init(params)))
+    parts = [shard.data for shard in params["w"].addressable_shards]
+    parts[BROKEN] = parts[BROKEN].at[0, 0, 0].add(1e-3)
+    place = NamedSharding(plan.mesh, PartitionSpec())
+    params = {"w": jax.make_array_from_single_device_arrays((3, 8, 8), place, parts)}
+    step = zerojax.train_step(layers, plan=plan, tx=tx, replay_every=1, donate=False)
+    with pytest.raises(zerojax.run.ReplayError, match="in its copy of 0/w, in both runs") as raised:
+        step((params, opt_state), ROWS)
+    assert raised.value.devices == (jax.devices()[BROKEN],)
+
+
+def test_a_program_that_is_not_deterministic():
+    fault = Fault(every=True)
+    step = zerojax.train_step(lambda params, x: layers(params, fault.in_forward(x)), replay_every=1)
+    state = zerojax.shard_train_state(make_state, stage=3)
+    with pytest.raises(zerojax.run.ReplayError, match="xla_gpu_exclude_nondeterministic_ops=True"):
+        step(state, ROWS)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="replay_every=0 must be 1 or more"):
+        zerojax.train_step(layers, replay_every=0)
+    state = zerojax.shard_train_state(make_state, stage=3)
+    step = zerojax.train_step(layers, replay_every=1)
+    with pytest.raises(ValueError, match="Call the step outside of it"):
+        jax.jit(step)(state, ROWS)
+
+
+@pytest.mark.gpu_code
+def test_the_checksums_move_nothing():
+    """The program that checks sends on GPUs what the step itself sends."""
+    plan = zerojax.plan(make_state, stage=3, mesh=zerojax.aot.mesh("8xH100"))
+    args = plan.abstract(), zerojax.aot.batch(ROWS, plan)
+    step = zerojax.train_step(layers, replay_every=1)
+    assert step.replays is not None
+    programs = (one.lower(*args).compile().as_text() or "" for one in (step, step.replays.step))
+    kinds = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
+    plain, checks = ({kind: text.count(f" {kind}") for kind in kinds} for text in programs)
+    assert plain == checks

@@ -1,0 +1,308 @@
+"""`zerojax.verify(plan=)`: a plan for devices that are not here, rehearsed on a few that are.
+
+Each leaf of a small model is placed as the plan places the large one's: over the same axes, along
+the same dimension, in the same memory. Gains a check of the plan before 400 GPUs are rented. Costs
+220 lines of code.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr
+from jax.sharding import AxisType, Mesh
+
+from zerojax import _compat, aot
+from zerojax._kernel.jaxprs import type_of
+from zerojax._kernel.places import Axes, LeafPlan, axes_size
+from zerojax._kernel.travel import names_in
+from zerojax._loss import batch as _batch
+from zerojax._plan import planner as _planner
+from zerojax._plan.plan import Plan, check_plan
+from zerojax._state import state as _state
+from zerojax._state.state import state_of
+from zerojax._step.step import Step, train_step
+from zerojax._step.step_options import LossOptions
+from zerojax._types import PyTree, Shape
+from zerojax.tools._verify.compare import WRONG, Check
+
+MOST_LISTED = 3  # leaves that a note names before it counts the rest
+IN_PLAN, OF_COLLECTIVES = "plan", "collective"  # kinds of checks
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsal:
+    """A step on a small model, placed as a plan places a large one."""
+
+    plan: Plan  # the large one
+    small: Plan
+    step: Step
+    state: PyTree
+    args: tuple[PyTree, ...]
+    checks: list[Check]
+    notes: list[str]
+
+
+def rehearsal(step: Any, source: PyTree, batch: PyTree, rng: PyTree, plan: Plan) -> Rehearsal:
+    """Places a small state by a large plan, on a mesh of the devices that are here."""
+    check_plan(plan, "verify(plan=)")
+    if hasattr(step, "pure"):
+        step, source, rng = step._unmade(source, rng)
+    if not isinstance(step, Step) or not step.recipe.options.differentiates:
+        raise TypeError(
+            "verify(plan=) takes a step of zerojax.train_step or zerojax.nnx.train_step: it runs "
+            f"the step on another mesh, which a {type(step).__name__} of your own may not know."
+        )
+    options, args = step.recipe.options, (batch,) if rng is None else (batch, rng)
+    is_function = _state.is_state_function(source)
+    shapes = jax.eval_shape(lambda: state_of(source)) if is_function else source
+    like = Counterparts(plan)
+    mesh = _mesh_like(plan, like, shapes, args, options)
+    small = _placed_like(plan, like, source, shapes, mesh, options.tx)
+    changed = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+    if options.prefetch == "auto":
+        ahead = options.keep_layers > 1 or _compat.overlaps(plan.mesh.devices.flat[0])
+        changed["prefetch"] = int(ahead)
+    changed["plan"] = None if options.plan is None else small
+    here = train_step(step.recipe.loss_fn, **changed)
+    checks, notes = like.compared(small)
+    sizes = [", ".join(f"{axis}={n}" for axis, n in one.shape.items()) for one in (plan.mesh, mesh)]
+    notes.insert(0, f"Ran on {sizes[1]} in place of {sizes[0]}, with the placements of that plan.")
+    state = small.place(source)
+    found, sent = _collectives(step, here, plan, small, state, args)
+    return Rehearsal(plan, small, here, state, args, [*checks, *found], [*notes, *sent])
+
+
+def _alike(path: str) -> str:
+    """Returns a path with a star for each number, so that all layers have one."""
+    return re.sub(r"\d+", "*", path)
+
+
+class Counterparts:
+    """The leaves of a large plan, by the paths of a small one's."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.leaves = {leaf.path: leaf for leaf in plan.leaves}
+
+    def pairs(self, leaves: Sequence[tuple[str, Shape]]) -> Iterator[tuple[LeafPlan, str, Shape]]:
+        """Yields the leaves that can be placed as those of the large plan."""
+        for path, shape in leaves:
+            leaf = self.leaves.get(path)
+            if leaf is not None and len(leaf.shape) == len(shape):
+                yield leaf, path, shape
+
+    def compared(self, small: Plan) -> tuple[list[Check], list[str]]:
+        """Returns a check for each leaf that is placed otherwise, and notes."""
+        checks, padded = [], []
+        for leaf in small.leaves:
+            large = self.leaves.get(leaf.path)
+            if large is None:
+                checks.append(_wrong(leaf.path, IN_PLAN, "the plan has no such leaf"))
+                continue
+            for what in _unlike(large, leaf):
+                checks.append(_wrong(leaf.path, IN_PLAN, what))
+            if large.update.dim is not None and bool(large.update.padding) != bool(
+                leaf.update.padding
+            ):
+                where = "there and not here" if large.update.padding else "here and not there"
+                padded.append((where, leaf.path))
+        # A small model may have fewer layers: one of them stands for those that it lacks.
+        here = {leaf.path for leaf in small.leaves}
+        by_star = {_alike(leaf.path): leaf for leaf in small.leaves}
+        for leaf in (leaf for leaf in self.plan.leaves if leaf.path not in here):
+            like = by_star.get(_alike(leaf.path))
+            odd = ["the small state has no such leaf"] if like is None else _unlike(leaf, like)
+            checks += [_wrong(leaf.path, IN_PLAN, what) for what in odd]
+        notes = [
+            f"Padded {where}: {_few(paths)}. Other sizes of the small model would change that."
+            for where in ("there and not here", "here and not there")
+            if (paths := [path for at, path in padded if at == where])
+        ]
+        return checks, notes
+
+
+def _unlike(large: LeafPlan, small: LeafPlan) -> Iterator[str]:
+    """Yields how the places of two leaves differ."""
+    if len(large.shape) != len(small.shape) or large.dtype != small.dtype:
+        yield f"{large.dtype}{list(large.shape)} there, {small.dtype}{list(small.shape)} here"
+        return
+    for name in ("rest", "near", "grad", "update"):
+        there, here = (getattr(leaf, name) for leaf in (large, small))
+        facts = [None if p is None else (_spec(p.spec), p.axes, p.memory) for p in (there, here)]
+        if facts[0] != facts[1]:
+            yield f"{name}: {there} there, {here} here"
+    for name in ("stacked", "frozen"):
+        if getattr(large, name) != getattr(small, name):
+            yield f"{name}: {getattr(large, name)} there, {getattr(small, name)} here"
+
+
+def _spec(spec: Any) -> tuple:
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries)
+
+
+def _wrong(path: str, kind: str, what: str) -> Check:
+    return Check(path, kind, np.inf, 0.0, 0.0, f"{WRONG}: {what}")
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - MOST_LISTED
+    return ", ".join(names[:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+# -- the small plan
+
+
+def _mesh_like(
+    plan: Plan, like: Counterparts, shapes: PyTree, args: Sequence[PyTree], options: LossOptions
+) -> Mesh:
+    """Returns a mesh of the same axes. Of those that fit, it is the one that pads most of the
+    leaves that the plan pads, and the largest."""
+    names = [axis for axis, n in plan.mesh.shape.items() if n > 1]
+    devices = jax.local_devices()
+    leaves = [(leaf.name, np.shape(leaf.value)) for leaf in _state.leaves_of(shapes)]
+    pairs = list(like.pairs(leaves))
+    roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
+    best: tuple[tuple, dict[str, int]] | None = None
+    refused = None
+    for sizes in itertools.product(
+        *(range(2, min(plan.mesh.shape[axis], len(devices)) + 1) for axis in names)
+    ):
+        shape = dict.fromkeys(plan.mesh.axis_names, 1) | dict(zip(names, sizes, strict=True))
+        if math.prod(sizes) > len(devices):
+            continue
+        try:
+            ways = math.prod(shape[axis] for axis in plan.batch_axes)
+            _batch.check(args, roles, ways, options.accumulate)
+        except ValueError as error:
+            refused = error
+            continue
+        unlike = _unlike_padding(pairs, shape, plan.batch_axes)
+        rank = unlike, -math.prod(sizes), sizes
+        if unlike is not None and (best is None or rank < best[0]):
+            best = rank, shape
+    if best is None and refused is not None:
+        raise refused
+    if best is None:
+        raise ValueError(
+            f"the plan's mesh has the axes {names}, and each needs 2 devices at least: "
+            f"{2 ** len(names)}, of which {len(devices)} are here. Emulate them before JAX starts: "
+            f"jax.config.update('jax_num_cpu_devices', {max(8, 2 ** len(names))})."
+        )
+    grid = np.array(devices[: math.prod(best[1].values())]).reshape([*best[1].values()])
+    return Mesh(grid, plan.mesh.axis_names, axis_types=(AxisType.Auto,) * grid.ndim)
+
+
+def _unlike_padding(
+    pairs: Sequence[tuple[LeafPlan, str, Shape]], sizes: Mapping[str, int], axes: Axes
+) -> int | None:
+    """Counts the leaves that would be padded only on one of two meshes; None where the user's own
+    axes do not divide a leaf."""
+    count = 0
+    for leaf, _, shape in pairs:
+        for dim, entry in enumerate(leaf.update.spec):
+            over = math.prod(sizes[axis] for axis in names_in([entry]))
+            if not names_in([entry]) & {*axes}:
+                if shape[dim] % over:
+                    return None
+            elif bool(shape[dim] % over) != bool(leaf.update.padding):
+                count += 1
+    return count
+
+
+def _placed_like(
+    plan: Plan, like: Counterparts, source: PyTree, shapes: PyTree, mesh: Mesh, tx: Any
+) -> Plan:
+    """Returns the plan of a small state, each leaf of which is placed as the large one's."""
+    params = [leaf for leaf in _state.leaves_of(shapes) if leaf.kind == _state.PARAMS]
+    pairs = list(like.pairs([(leaf.name, np.shape(leaf.value)) for leaf in params]))
+    stacked = [re.escape(path.partition("/")[2]) for leaf, path, _ in pairs if leaf.stacked]
+    small = _planner.plan(
+        source,
+        stage=plan.stage,
+        mesh=mesh,
+        axis=plan.batch_axes,
+        groups=dataclasses.asdict(plan.groups)
+        if axes_size(plan.mesh, plan.batch_axes) > 1
+        else None,
+        overrides={f"^{re.escape(path)}$": leaf.update.spec for leaf, path, _ in pairs},
+        min_shard_size=0,
+        stacked=f"^({'|'.join(stacked)})$" if stacked else None,
+        precision=plan.precision,
+        tx=tx,
+    )
+
+    def moved(leaf: LeafPlan) -> LeafPlan:
+        """Returns a leaf in the memory of the large one."""
+        large = like.leaves.get(leaf.path, leaf)
+        rest = dataclasses.replace(leaf.rest, memory=large.rest.memory)
+        return dataclasses.replace(leaf, rest=rest, stays=large.stays)
+
+    return dataclasses.replace(small, leaves=tuple(map(moved, small.leaves)))
+
+
+# -- what both steps send
+
+
+def _collectives(
+    step: Step, here: Step, plan: Plan, small: Plan, state: PyTree, args: tuple[PyTree, ...]
+) -> tuple[list[Check], list[str]]:
+    """Compares the collectives of both steps, by the parameters that they are of."""
+    options = step.recipe.options
+    roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
+    leaves, treedef = jax.tree.flatten(args)
+
+    def grown(leaf: PyTree, role: _batch.Role) -> jax.ShapeDtypeStruct:
+        """Returns the shape with as many rows for each device of the large mesh."""
+        struct = _state.shape_dtype(leaf)
+        if role.kind != _batch.BATCH:
+            return struct
+        shape = list(struct.shape)
+        shape[role.dim] = shape[role.dim] // small.size * plan.size
+        return jax.ShapeDtypeStruct(tuple(shape), struct.dtype)
+
+    batch, *rng = treedef.unflatten(map(grown, leaves, roles))
+    batch = aot.batch(batch, plan, batch_specs=options.batch_specs)
+    try:
+        there = step.trace(plan.abstract(), batch, *rng)
+    # Broad: the user's loss may raise anything for a batch of the small model.
+    except Exception as error:
+        line = str(error).partition("\n")[0]
+        return [], [
+            f"The collectives are not compared: the loss does not take the plan's model with a "
+            f"batch like this one ({type(error).__name__}: {line})."
+        ]
+    sets = [
+        set(_sent(traced.jaxpr.jaxpr, {leaf.path for leaf in one.params}))
+        for traced, one in ((there, plan), (here.trace(state, *args), small))
+    ]
+    checks = []
+    for own, other, where in ((*sets, "not here"), (*reversed(sets), "not there")):
+        for path, *what in sorted(own - other):
+            checks.append(_wrong(path, OF_COLLECTIVES, f"{' '.join(what)}: {where}"))
+    both = len(sets[0] & sets[1])
+    return checks, [f"Both have {both} kinds of collectives of parameters, there and here."]
+
+
+def _sent(jaxpr: Jaxpr, paths: set[str]) -> Iterator[tuple[str, str, str]]:
+    """Yields the collectives of a program that the engine has named after parameters: the path,
+    what it is, and over which axes."""
+    for eqn in _compat.every_eqn(jaxpr):
+        names = eqn.params.get("axis_name", eqn.params.get("axes"))
+        if names is None or eqn.primitive.name == "axis_index":
+            continue
+        over = names if isinstance(names, tuple) else (names,)
+        for token in re.split(r"[+()]", str(eqn.source_info.name_stack)):
+            parts = token.split("/")
+            ends = ("/".join(parts[at:]) for at in range(len(parts)))
+            if path := next((end for end in ends if end in paths), None):
+                dtype = type_of(eqn.outvars[0]).dtype
+                yield _alike(path), f"{eqn.primitive.name} of {dtype}", f"over {', '.join(over)}"
