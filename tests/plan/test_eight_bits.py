@@ -405,6 +405,8 @@ def test_parameters_may_be_narrow_already(precision):
     state = made(optax.adam(1e-3), w=jnp.ones((64, 64), jnp.bfloat16))
     plan = zerojax.plan(state, stage=3, mesh=TWO, precision=precision)
     assert {jnp.dtype(x.dtype).name for x in plan.leaves if "/mu/" in x.path} == {"float32"}
+
+
 @pytest.mark.parametrize("kind", ["master", "split"])
 def test_weights_that_are_read_alone_bring_their_masters(kind, tmp_path):
     """Those of the old weights would undo them, or correct other ones."""
