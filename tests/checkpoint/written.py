@@ -34,7 +34,7 @@ DATA = pathlib.Path(__file__).parents[1] / "data"
 DEVICES = 4
 STEP, RNG = 12, 34  # saved beside the state
 EXTRAS = {"data": b"\x00at 12", "metadata": {"run": "a", "shape": (2, [3]), "none": None}}
-SHAPES = {"w": (13, 11), "v": (9, 17), "scale": (3,)}  # of which 4 devices divide none
+SHAPES = {"w": (13, 11), "v": (9, 70), "scale": (3,)}  # of which 4 devices divide none
 
 
 def numbers(*shape):

@@ -228,6 +228,13 @@ def test_codes_may_rest_in_host_memory():
     assert rows.sharding.memory_kind == "pinned_host"
 
 
+def test_numpy_weights_may_be_put_into_codes_where_the_state_is_made():
+    numbers = jax.tree.map(np.array, PARAMS)
+    made = zerojax.shard_train_state(lambda: zerojax.quantized(state_of(numbers)), stage=3)
+    passed = zerojax.shard_train_state(zerojax.quantized(state_of(numbers)), stage=3)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(made.params), passed.params)
+
+
 def test_a_mask_that_is_a_function_keeps_its_optimizer_state():
     frozen = lambda params: jax.tree_util.tree_map_with_path(
         lambda path, _: "base" in jax.tree_util.keystr(path), params

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from zerojax._plan import optimizer as _optimizer
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
@@ -78,7 +79,9 @@ def quantized(
         if isinstance(value, jax.ShapeDtypeStruct):
             return Packed(jax.eval_shape(coding.bytes_of, value), coding)
         rows = coding.bytes_of(value)
-        return Packed(np.asarray(rows) if isinstance(value, np.ndarray) else rows, coding)
+        # Inside a function that JAX traces, as `shard_train_state` does, the rows have no values yet.
+        stays_numpy = isinstance(value, np.ndarray) and not isinstance(rows, Tracer)
+        return Packed(np.asarray(rows) if stays_numpy else rows, coding)
 
     new = jax.tree_util.tree_map_with_path(pack, params, is_leaf=is_packed)
     return new if params is state else _with_params(state, new)
