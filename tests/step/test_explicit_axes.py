@@ -250,7 +250,9 @@ def test_a_table_that_a_loss_asks_for_over_an_axis_is_gathered(asks):
     assert_close(graded(params, TOKENS), (plain(TABLE)[0], {"table": plain(TABLE)[1]}), 1e-6)
     text = graded.lower(params, TOKENS).compile().as_text()
     assert ("all-to-all(" in text) != asks
-    assert not asks or re.findall(r"= f32\[([\d,]+)\]\S* gather\(", text) == ["4,1,16"]
+    # Which dimensions of size 1 the rows have depends on XLA.
+    rows = [shape.replace("1,", "") for shape in re.findall(r"= f32\[([\d,]+)\]\S* gather\(", text)]
+    assert not asks or rows == ["4,16"]
 
 
 def test_a_wrong_spec_of_a_loss_is_said():
