@@ -39,7 +39,9 @@ def new_run() -> None:
     _meetings.clear()
 
 
-def agree(call: str, items: Callable[[], dict[str, str]], mesh: Mesh | None = None) -> None:
+def agree(
+    call: str, items: Callable[[], dict[str, str]], mesh: Mesh | None = None, remedy: str = ""
+) -> None:
     """Raises in every process, and names the difference, if the `items` of one differ.
 
     The processes that have devices of `mesh`, by default all, call it at the same points of their
@@ -52,7 +54,7 @@ def agree(call: str, items: Callable[[], dict[str, str]], mesh: Mesh | None = No
     if len(members) == 1 or jax.process_index() not in members:
         return
     if difference := _difference_between(members, call, {**versions(), **items()}):
-        raise ValueError(difference)
+        raise ValueError(difference + remedy)
 
 
 def _difference_between(members: Sequence[int], call: str, said: dict[str, str]) -> str:

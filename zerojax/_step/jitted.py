@@ -33,6 +33,7 @@ from zerojax._step.replay import Replays
 from zerojax._step.step_options import Recipe
 from zerojax._types import PyTree, kinds_of
 
+OWN_ROWS = " If each has rows of its own, make one batch of them: zerojax.shard_batch(rows, plan=state)."
 Jitted: TypeAlias = Any  # the result of `jax.jit`; JAX declares only half of its methods
 
 
@@ -233,19 +234,21 @@ class Step:
         """
         if not jax.distributed.is_initialized():
             return
-        batch = jax.tree_util.tree_leaves_with_path((args[1:], {**named, "state": None}))
+        arguments = {**dict(zip(("batch", "rng"), args[1:], strict=False)), **named, "state": None}
+        batch = jax.tree_util.tree_leaves_with_path(arguments)
         shapes = _fingerprint.of_shapes([leaf for _, leaf in batch])
         # Inside another `jax.jit` the batch has no values, and the program is the outer one's.
         traced = any(isinstance(leaf, Tracer) for _, leaf in batch)
 
         def items() -> dict[str, str]:
-            named_leaves = ((jax.tree_util.keystr(p), leaf) for p, leaf in batch)
+            named_leaves = ((p[0].key + jax.tree_util.keystr(p[1:]), leaf) for p, leaf in batch)
             program = _fingerprint.of_program(jitted.trace(*args, **named).jaxpr)
             return self.facts(plan, shapes, program) | _fingerprint.of_values(named_leaves)
 
         if not traced and (plan, shapes) not in self.agreed:
             trains = self.recipe.options.differentiates
-            _agreement.agree("the step" if trains else "eval_step", items, plan.mesh)
+            call = "the step" if trains else "eval_step"
+            _agreement.agree(call, items, plan.mesh, remedy=OWN_ROWS)
             self.agreed.add((plan, shapes))
 
 
