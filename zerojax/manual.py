@@ -6,7 +6,7 @@
 `ModuleState` makes the training state of a model that is a pytree, such as an `equinox.Module`.
 """
 
-from zerojax._plan.precision import master_weights, narrow_moments
+from zerojax._plan.kept import master_weights, narrow_moments
 from zerojax._plan.quantize import dequantized
 from zerojax._state.module_state import ModuleState
 from zerojax._step.explicit import gather, param_specs, scan, shards

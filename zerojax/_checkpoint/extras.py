@@ -116,7 +116,7 @@ def unpack(custom_metadata: dict[str, PyTree], path: object, *, data: bool = Tru
         raise ValueError(
             f"{path} has the data iterators of {len(parts)} processes, and this run has "
             f"{jax.process_count()}. Read the rest with data=False, and start the data again "
-            "from its step."
+            "from its step. Save a state that all processes share as metadata=, not data=."
         )
     mine = parts[jax.process_index()] if len(parts) == jax.process_count() else None
     return Extras(step, rng, mine, metadata)

@@ -22,9 +22,9 @@ from zerojax._checkpoint.names import Names, dotted
 from zerojax._checkpoint.stream import Outgoing, outgoing
 from zerojax._checkpoint.tensor_files import DTYPES, FileTensor, Written, some
 from zerojax._plan import move as _move
+from zerojax._plan.kept import MasterState, SplitState
 from zerojax._plan.padding import padded, padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import MasterState, SplitState
 from zerojax._state import state as _state
 from zerojax._state.packed import Coding, codings_of
 from zerojax._state.state import Leaf

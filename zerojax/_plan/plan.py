@@ -18,9 +18,9 @@ from zerojax._plan import (
     padding as _padding,
     show as _show,
 )
+from zerojax._plan.kept import stored_with
 from zerojax._plan.layout import Layout
 from zerojax._plan.padding import on_host, padded
-from zerojax._plan.precision import stored_with
 from zerojax._run import agreement as _agreement
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.state import state_of

@@ -27,10 +27,11 @@ from zerojax._plan import (
     padding as _padding,
     quantize as _quantize,
 )
+from zerojax._plan.kept import stored_with
 from zerojax._plan.offload import as_offload
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.plan_options import PlanOptions, StateOptions
-from zerojax._plan.precision import Precision, stored_with
+from zerojax._plan.precision import Precision
 from zerojax._run import programs as _programs
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.hints import is_stack, layer_dims, own_axes

@@ -79,7 +79,7 @@ def quantized(
         if isinstance(value, jax.ShapeDtypeStruct):
             return Packed(jax.eval_shape(coding.bytes_of, value), coding)
         rows = coding.bytes_of(value)
-        # Inside a function that JAX traces, as `shard_train_state` does, the rows have no values yet.
+        # In a function that makes the state, and that JAX traces, the rows have no values yet.
         stays_numpy = isinstance(value, np.ndarray) and not isinstance(rows, Tracer)
         return Packed(np.asarray(rows) if stays_numpy else rows, coding)
 

@@ -3,7 +3,8 @@
 import jax
 import optax
 
-from zerojax._plan.precision import CodedState, MasterState, SplitState, is_float
+from zerojax._plan.kept import CodedState, MasterState, SplitState
+from zerojax._plan.precision import is_float
 from zerojax._types import PyTree
 
 MASTER, CORRECTION, CODED, SCALES, WIDE = "master", "correction", "codes", "scales", "wide"

@@ -33,7 +33,9 @@ from zerojax._step.replay import Replays
 from zerojax._step.step_options import Recipe
 from zerojax._types import PyTree, kinds_of
 
-OWN_ROWS = " If each has rows of its own, make one batch of them: zerojax.shard_batch(rows, plan=state)."
+OWN_ROWS = (
+    " If each has rows of its own, make one batch of them: zerojax.shard_batch(rows, plan=state)."
+)
 Jitted: TypeAlias = Any  # the result of `jax.jit`; JAX declares only half of its methods
 
 
