@@ -45,7 +45,7 @@ from zerojax._state.nnx_state import (
     update as update,
 )
 from zerojax._state.nnx_structure import Structure
-from zerojax._state.state import state_of
+from zerojax._state.state import NNX_FIELDS, state_of
 from zerojax._step import step as _step
 from zerojax._step.step_options import LossOptions, StepOptions
 from zerojax._types import PyTree, is_key, kinds_of
@@ -136,8 +136,9 @@ def quantized(
     """Puts frozen weights of a model into codes of 4 or 8 bits, in place: see `zerojax.quantized`.
 
     Call it before `shard`, or in the function that makes the model. A step's loss gets the model
-    with its weights. To call the model yourself, first decode them:
-    `nnx.update(model, zerojax.manual.dequantized(zerojax.nnx.state(model, optimizer).params))`.
+    with its weights. To call the model yourself, make a second one, and go on training this one:
+    `zerojax.nnx.merge(s, zerojax.manual.dequantized(s.params))` with
+    `s = zerojax.nnx.state(model, optimizer)`.
 
     Example:
         >>> import zerojax.nnx
@@ -296,7 +297,7 @@ def train_step(loss_fn: Callable[..., PyTree], options: StepOptions) -> ModelSte
     """
     _arguments.check_loss(loss_fn)
     loss = functools.partial(_call, loss_fn, True)
-    return ModelStep(_step.train_step(loss, mutable=("variables",), **vars(options)))
+    return ModelStep(_step.train_step(loss, mutable=NNX_FIELDS, **vars(options)))
 
 
 @takes(LossOptions)
@@ -321,7 +322,7 @@ def eval_step(loss_fn: Callable[..., PyTree], options: LossOptions) -> ModelStep
     """
     _arguments.check_loss(loss_fn)
     loss = functools.partial(_call, loss_fn, False)
-    return ModelStep(_step.eval_step(loss, mutable=("variables",), **vars(options)))
+    return ModelStep(_step.eval_step(loss, mutable=NNX_FIELDS, **vars(options)))
 
 
 def _call(

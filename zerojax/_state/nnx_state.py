@@ -47,7 +47,8 @@ class State(TrainState):
     # What to do where a plan, or the optimizer, was made for another model.
     plan_again = (
         "Place both again: zerojax.nnx.shard(model, optimizer, stage=...). If parameters are new, "
-        "gone or of another shape, first make optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
+        "gone or of another shape, first make optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param). "
+        "If you decoded weights in it, first call zerojax.nnx.quantized(model, optimizer) again."
     )
     optimizer_again = "Make it again: optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
 

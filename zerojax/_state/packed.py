@@ -130,8 +130,9 @@ class Packed:
         raise TypeError(
             f"a weight {self.dtype}{list(self.shape)} rests as {self.coding.kind} codes, and only "
             "the loss of a step sees the weight itself. To call the model yourself, pass it "
-            "zerojax.manual.dequantized(params); for Flax nnx, first nnx.update(model, "
-            "zerojax.manual.dequantized(zerojax.nnx.state(model, optimizer).params))."
+            "zerojax.manual.dequantized(params); for Flax nnx, make a second model: "
+            "zerojax.nnx.merge(s, zerojax.manual.dequantized(s.params)), s being "
+            "zerojax.nnx.state(model, optimizer)."
         )
 
     # What a model, numpy or JAX does first with a weight.

@@ -24,6 +24,7 @@ from zerojax._axis_types import NO_MESH, seen_as
 from zerojax._state import patches as _patches
 from zerojax._types import PyTree, is_key
 
+NNX_FIELDS = ("variables",)  # what a loss of an nnx model updates besides the parameters
 PARAMS, OPT_STATE, OTHER = "params", "opt_state", "other"
 
 

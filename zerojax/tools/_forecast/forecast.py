@@ -19,6 +19,7 @@ from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import StateOptions
 from zerojax._progress import hinting, progress
 from zerojax._state import hints as _hints, refusals as _refusals
+from zerojax._state.state import NNX_FIELDS
 from zerojax._step.step import Step, train_step
 from zerojax._step.step_options import MICROBATCHES, ORDERS, TrainOptions
 from zerojax._table import total
@@ -273,7 +274,7 @@ class Workload:
         shown = [
             f"{name}={'zerojax.' * (name == 'precision')}{value!r}"
             for name, value in changed_options(self.options).items()
-            if name not in {"tx", "rates", *hidden}
+            if name not in {"tx", "rates", *hidden} and value != NNX_FIELDS
         ]
         network = f"network cards of {self.gpu.rates.network / 1e9:g} GB/s"
         return [*shown, *([network] if self.gpu.given_rates else [])]
@@ -338,6 +339,6 @@ def _unrolled(plan: Plan) -> str:
         return ""
     return (
         f"the model has {layers} layers with weights of their own, as in a Python loop. XLA "
-        "compiles each, unless the step rolls them up: at stage 3, with jax.checkpoint around "
-        "each. Fewer stages, or a model of fewer layers, take less time too."
+        "compiles each, unless the step rolls them up: at stage 3, with jax.checkpoint (nnx.remat, "
+        "nn.remat) around each. Fewer layers or stages take less time, too."
     )
