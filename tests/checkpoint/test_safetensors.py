@@ -45,6 +45,21 @@ def test_parameters_go_out_in_files_that_others_read(tmp_path):
     assert {name: x.dtype for name, x in found.items()} == {n: x.dtype for n, x in DOTTED.items()}
 
 
+def test_files_may_have_another_dtype(tmp_path):
+    stack = np.linspace(0, 1, 3 * 64 * 16, dtype=np.float32).reshape(3, 64, 16)
+    params = {"stack": stack, "w": W, "count": np.arange(4)}
+    state = zerojax.shard_train_state({"params": params}, stage=3)
+    export_safetensors(tmp_path / "w", state, names={"stack": "h.{}"}, dtype="bfloat16")
+    narrow = lambda x: x.astype(jnp.bfloat16)
+    wanted = {"w": narrow(W), "count": np.arange(4, dtype=np.int32)}
+    wanted |= {f"h.{n}": narrow(layer) for n, layer in enumerate(stack)}
+    found = safetensors.flax.load_file(tmp_path / "w" / ONE)
+    assert {name: x.dtype for name, x in found.items()} == {n: x.dtype for n, x in wanted.items()}
+    assert_equal_bits(found, wanted)
+    with pytest.raises(TypeError, match="dtype='int8' is not a dtype of floats"):
+        export_safetensors(tmp_path / "v", state, dtype="int8")
+
+
 def test_files_of_the_package_come_in_where_a_plan_wants_them(tmp_path, monkeypatch):
     """Each device reads its own part only; the same for one file and for its directory."""
     safetensors.numpy.save_file(DOTTED, tmp_path / "model.safetensors")

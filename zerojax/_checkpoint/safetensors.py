@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection, Container, Mapping, Set
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._checkpoint import (
@@ -25,6 +27,7 @@ from zerojax._plan import move as _move
 from zerojax._plan.kept import MasterState, SplitState
 from zerojax._plan.padding import padded, padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan
+from zerojax._plan.resharding import check_float
 from zerojax._state import state as _state
 from zerojax._state.packed import Coding, codings_of
 from zerojax._state.state import Leaf
@@ -36,6 +39,7 @@ def export_safetensors(
     params: PyTree,
     *,
     names: Names | None = None,
+    dtype: DTypeLike | None = None,
     max_file_bytes: float = 5e9,
     plan: Plan | None = None,
 ) -> None:
@@ -50,6 +54,7 @@ def export_safetensors(
         names: another library's names and layouts of the tensors, as in
             `zerojax.checkpoint.import_safetensors`. What rests as codes is written as codes, or as
             the weight if `names` has the path of the weight.
+        dtype: write floats in this dtype, such as "bfloat16", that of the files you began with.
         max_file_bytes: start a new file rather than grow one beyond this.
         plan: the plan, for parameters without their state, and for states that do not carry an
             optimizer (tuples, dicts). Files hold arrays without padding, and only the plan knows
@@ -66,7 +71,10 @@ def export_safetensors(
     """
     if not isinstance(max_file_bytes, int | float | np.number) or not max_file_bytes > 0:
         raise ValueError(f"max_file_bytes={max_file_bytes!r} must be a positive number of bytes.")
+    check_float(dtype)
     values, by_tensor = outgoing(params, names, plan, "export", decodes=False)
+    if dtype is not None:
+        by_tensor = {name: _written_in(dtype, tensor) for name, tensor in by_tensor.items()}
     tensors = _exported(by_tensor, values)
     first = jax.process_index() == 0
     target = _save.absolute(path)
@@ -253,11 +261,18 @@ def _exported(
     }
 
 
+def _written_in(dtype: DTypeLike, tensor: Outgoing) -> Outgoing:
+    is_float = jnp.issubdtype(tensor.struct.dtype, jnp.floating)
+    return tensor._replace(struct=tensor.struct.update(dtype=dtype)) if is_float else tensor
+
+
 def _assembled(tensor: Outgoing, values: Mapping[str, PyTree]) -> np.ndarray:
     """Returns a tensor of its parts; only one layer of a stack is on the host at a time."""
     (first, *_), (coding, *_), struct = tensor
     if first.split is None and not first.index and coding is None:
-        return unpadded(_move.to_host(values[first.leaf]), struct.shape)
+        return unpadded(_move.to_host(values[first.leaf]), struct.shape).astype(
+            struct.dtype, copy=False
+        )
     whole = np.empty(struct.shape, struct.dtype)
     for one, coding in zip(tensor.parts, tensor.codings, strict=True):
         layer = values[one.leaf]
