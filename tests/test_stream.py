@@ -195,21 +195,6 @@ def live_bytes():
     return np.array([sum(n for (on, _), n in found.items() if on == d) for d in devices])
 
 
-@pytest.fixture
-def programs(monkeypatch):
-    """The kinds of gathers that run, and the most that each takes beside its arguments."""
-    real, peaks = _stream._gathered, {}
-
-    def gathered(values, indices, gather):
-        if gather not in peaks:
-            memory = real.lower(values, indices, gather).compile().memory_analysis()
-            peaks[gather] = memory.output_size_in_bytes + memory.temp_size_in_bytes
-        return real(values, indices, gather)
-
-    monkeypatch.setattr(_stream, "_gathered", gathered)
-    return peaks
-
-
 BIG = {"up": normal(6, 64, 128), "down": normal(6, 128, 64), "odd": normal(6, 8, 129)}
 BIG_NAMES = {"up": ("h.{}.up", "out in -> in out"), "down": "h.{}.down", "odd": "h.{}.odd"}
 
