@@ -42,7 +42,6 @@ from jax.sharding import AxisType, Mesh
 
 import zerojax
 from tests import costs
-from zerojax._checkpoint import stream as _stream
 
 # Where their asserts fail, pytest shows the values, as it does of those in files of tests.
 for name in ("checkpoint.damage", "checkpoint.states", "compared", "printed", "reference"):
@@ -204,18 +203,3 @@ def module(tmp_path, monkeypatch, as_it_was):
     yield write
     for path in tmp_path.glob("*.py"):
         sys.modules.pop(path.stem, None)
-
-
-@pytest.fixture
-def programs(monkeypatch):
-    """The kinds of gathers that run, and the most that each takes beside its arguments."""
-    real, peaks = _stream._gathered, {}
-
-    def gathered(values, indices, gather):
-        if gather not in peaks:
-            memory = real.lower(values, indices, gather).compile().memory_analysis()
-            peaks[gather] = memory.output_size_in_bytes + memory.temp_size_in_bytes
-        return real(values, indices, gather)
-
-    monkeypatch.setattr(_stream, "_gathered", gathered)
-    return peaks

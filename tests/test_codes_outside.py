@@ -30,28 +30,6 @@ def make_state(kind="nf4"):
     return state if kind is None else zerojax.quantized(state, kind)
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-@pytest.mark.parametrize(("kind", "stage"), [("nf4", 3), ("int8", 3), ("int4", 0)])
-def test_a_stream_has_the_weights(kind, stage, dtype, programs):
-    """In another library's names and layouts, from padded shards; a peak is what is counted."""
-    made = make_state(kind)
-    state = zerojax.shard_train_state(made, stage=stage)
-    if stage == 3:
-        assert "padded to" in str(zerojax.plan(made, stage=3))
-    left = dict(zerojax.stream(state, names=NAMES, dtype=dtype))
-    weights = zerojax.manual.dequantized(made.params)
-    expected = {"head": weights["head"], "lora": weights["lora"]}
-    for n in range(4):
-        expected[f"h.{n}.up.weight"] = weights["blocks"]["up"][n].T
-        expected[f"h.{n}.down"] = weights["blocks"]["down"][n]
-    assert left.keys() == expected.keys()
-    for name, tensor in left.items():
-        assert tensor.addressable_data(0).shape == expected[name].shape
-        np.testing.assert_array_equal(tensor, expected[name].astype(dtype or "float32"), name)
-    for gather, peak in programs.items():
-        assert peak <= gather.most_bytes, gather
-
-
 def test_a_model_called_on_codes_says_how_to_decode_them():
     params = make_state().params
     x, packed = jnp.ones((2, 63)), params["head"]

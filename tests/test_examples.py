@@ -97,6 +97,7 @@ def crops(tmp_path_factory):
     return directory
 
 
+@pytest.mark.ci
 def test_a_gpt_learns_and_writes(tmp_path):
     """As from a user's shell."""
     options = [*SMALL.split(), "--lr", "1e-2", "--steps", 40, "--eval-every", 20, "--sample", 40]

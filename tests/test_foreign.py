@@ -58,7 +58,7 @@ def plain_step(one):
 def marks(name, stage):
     if stage == 0 or name not in LIGHT:
         return pytest.mark.slow
-    return pytest.mark.ci if name != "haiku_batch_norm" else ()
+    return pytest.mark.ci
 
 
 STAGES = [(name, stage) for name in LIGHT | HEAVY for stage in (0, 3)]

@@ -180,6 +180,7 @@ def environment(bare):
     return os.environ | host | pip
 
 
+@pytest.mark.ci
 def test_it_installs_from_the_repository_what_is_not_on_the_index(bare, repository):
     ran = run_cell(bare, repository)
     assert (ran.stderr, ran.returncode) == ("", 0)
@@ -189,6 +190,7 @@ def test_it_installs_from_the_repository_what_is_not_on_the_index(bare, reposito
     assert result == "git 0"
 
 
+@pytest.mark.ci
 def test_it_prefers_the_index(bare, repository):
     namespace = {}
     exec(textwrap.dedent(BACKEND), namespace)
@@ -199,6 +201,7 @@ def test_it_prefers_the_index(bare, repository):
     assert ran.stdout == "pip install zerojax[plot,gpu-compile]\nindex 0\n"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("address", ["", f"{HOST}nowhere.git"])
 def test_where_nothing_can_be_installed_it_says_so_in_a_line(bare, address):
     ran = run_cell(bare, address)

@@ -49,6 +49,21 @@ for n in range(4):
 THEIRS |= {f"expert.{n}": PARAMS["experts"][n] for n in range(8)}
 
 
+@pytest.fixture
+def programs(monkeypatch):
+    """The kinds of gathers that run, and the most that each takes beside its arguments."""
+    real, peaks = _stream._gathered, {}
+
+    def gathered(values, indices, gather):
+        if gather not in peaks:
+            memory = real.lower(values, indices, gather).compile().memory_analysis()
+            peaks[gather] = memory.output_size_in_bytes + memory.temp_size_in_bytes
+        return real(values, indices, gather)
+
+    monkeypatch.setattr(_stream, "_gathered", gathered)
+    return peaks
+
+
 def make_state():
     params = jax.tree.map(jnp.asarray, PARAMS)
     return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1e-2))

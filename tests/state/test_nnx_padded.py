@@ -65,7 +65,7 @@ def own_step(model, optimizer, x):
     optimizer.update(model, nnx.grad(loss)(model, x))
 
 
-@pytest.mark.parametrize("of", [linear, Tied, Stack])
+@pytest.mark.parametrize("of", [linear, Tied, pytest.param(Stack, marks=pytest.mark.ci)])
 def test_it_is_called_as_it_was_written_and_trained_in_nnx_style_and_by_steps(of):
     """Muon's update depends on the shape of a matrix: padding would show."""
     plain, model = make(of, optax.contrib.muon(1e-2)), make(of, optax.contrib.muon(1e-2))

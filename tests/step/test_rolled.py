@@ -261,7 +261,12 @@ def scans(traced):
     return sorted(int(n) for n in re.findall(r"\blength=(\d+)", str(traced.jaxpr)))
 
 
-@pytest.mark.parametrize("name", MODELS)
+HEAVY = ("linen", "two stacks", "local and global")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.ci] * (name in HEAVY)) for name in MODELS]
+)
 def test_rolled_layers_have_the_gradients_of_the_python_loop(name):
     """Those of a loop without `jax.checkpoint`, which changes no number."""
     programs = []

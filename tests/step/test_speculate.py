@@ -49,12 +49,25 @@ def leaves(state):
 
 PLACED = [
     pytest.param({"stage": 1}, {}, id="whole weights"),
-    pytest.param({"stage": 2, "offload": ALL}, {"prefetch": 1}, id="whole weights, prefetch"),
+    pytest.param(
+        {"stage": 2, "offload": ALL},
+        {"prefetch": 1},
+        id="whole weights, prefetch",
+        marks=pytest.mark.ci,
+    ),
     pytest.param({"stage": 3, "offload": ALL}, {"prefetch": 1}, id="host"),
     pytest.param(
-        {"stage": 3, "offload": zerojax.Offload(params=True, min_bytes=0)}, {}, id="all of it"
+        {"stage": 3, "offload": zerojax.Offload(params=True, min_bytes=0)},
+        {},
+        id="all of it",
+        marks=pytest.mark.ci,
     ),
-    pytest.param({"stage": 3}, {"accumulate": 2, "order": "layers"}, id="microbatches"),
+    pytest.param(
+        {"stage": 3},
+        {"accumulate": 2, "order": "layers"},
+        id="microbatches",
+        marks=pytest.mark.ci,
+    ),
 ]
 
 
@@ -147,6 +160,7 @@ def test_gradients_that_another_update_reads_whole(update, why):
         stepped(optax.chain(first, ADAM), "backward", {"stage": 3}, [QUIET])
 
 
+@pytest.mark.ci
 def test_masters_in_parts_and_moments_in_codes():
     precision = zerojax.Precision(param="bfloat16", master="split", moments="int8")
     placed = {"stage": 3, "precision": precision}
