@@ -186,7 +186,7 @@ def test_the_docs_models_are_the_largest():
     told = {"T4 trains": "T4", "80 GB A100": "A100-80GB", "H200": "H200"}
     for name, gpu in told.items():
         seven, fp32 = (rows[f"{gpu}, 0 GB{way}, in backward"] for way in (", 7 bytes", ""))
-        assert f"{name} {seven}, not {fp32}" in text
+        assert f"{name} {seven} instead of {fp32}" in text
 
 
 # -- published steps
