@@ -72,7 +72,7 @@ def placing(row: Row) -> dict[str, Any]:
 
 def stepping(row: Row) -> dict[str, Any]:
     """What `train_step` is given."""
-    names = "accumulate order prefetch keep_layers roll update activations donate"
+    names = "accumulate order prefetch keep_layers roll update activations donate replay_every"
     options = {name: getattr(row, name) for name in names.split()}
     near = [axis for axis, kinds in row.kinds.items() if kinds == 3] or list(row.sizes)
     return options | {

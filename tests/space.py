@@ -49,6 +49,7 @@ class Row:
     donate: bool = True
     skip: bool = False  # what is not finite
     packed: str = ""  # the codes in which frozen matrices rest
+    replay_every: int | None = None
     source: str = "arrays"  # of the state: trained ones, a function, a checkpoint of another row
 
     def __str__(self) -> str:
@@ -175,6 +176,10 @@ REFUSED = (
     Refusal(
         {"update": ("backward",), "order": ("microbatches",), "accumulate": SEVERAL},
         r"update='backward'.*accumulate=\d needs all gradients first",
+    ),
+    Refusal(  # corrections of 8 bits; moments alone leave vectors, which are updated
+        {"update": ("backward",), "precision": (SEVEN, SPLIT), "offload": (("opt_state",), BOTH)},
+        f"{IN_BACKWARD}.*it has codes in host memory",
     ),
     Refusal({"update": ("backward",), "regather": (False,)}, r"'backward'.*regather=False needs"),
     Refusal({"update": ("backward",), "skip": (True,)}, r"'backward'.*skips what is not finite"),
@@ -342,6 +347,8 @@ def walk(seed: int, number: int) -> Row:
         levels |= {"optimizer": "frozen", "packed": rng.choice(kinds)}
     if number < len(CHAINS):
         levels |= {"layout": CHAINS[number], "codes": "reduce=int8"}
+    if rng.random() < 0.1:  # a second program; a row takes two or three steps
+        levels["replay_every"] = rng.choice((1, 2))
     return Row(**levels)
 
 

@@ -34,7 +34,8 @@ def test_what_has_failed_together_is_in_a_row(levels):
 
 def test_defaults_are_first_levels():
     first = {name: levels[0] for name, levels in FACTORS.items()}
-    assert dataclasses.asdict(Row()) == first | {"packed": ""}  # which rows at random have
+    at_random = {"packed": "", "replay_every": None}  # which only rows at random have
+    assert dataclasses.asdict(Row()) == first | at_random
 
 
 @pytest.mark.parametrize("number", range(len(rows())))

@@ -3,7 +3,7 @@ folds keys, and passes all else on."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats
 from zerojax._run import agreement as _agreement
 from zerojax._state import carried as _carried, refusals as _refusals
-from zerojax._state.state import path_name
+from zerojax._state.state import NNX_FIELDS, path_name
 from zerojax._types import PyTree
 
 Argument = ArrayLike | jax.ShapeDtypeStruct  # a leaf of the arguments
@@ -137,19 +137,40 @@ def counted(args: Sequence[PyTree], roles: Sequence[Role]) -> tuple[str, int]:
     return name, rows
 
 
-def check(args: Sequence[PyTree], roles: Sequence[Role], size: int, accumulate: int = 1) -> int:
-    """Returns the number of examples; raises where devices and microbatches do not divide it."""
+def pad_options(options: Any, plan: Plan) -> str:
+    """Returns, as it is typed, what `zerojax.pad_batch` is given beside a batch of such a step."""
+    said = f", accumulate={options.accumulate}" if options.accumulate > 1 else ""
+    # The default mesh has all devices; only the plan knows of others.
+    is_default = (plan.size, plan.batch_axes) == (jax.device_count(), (_mesh.DEFAULT_AXIS,))
+    # `value_and_grad` has no such option, and its user has the plan.
+    if getattr(options, "plan", None if is_default else plan) is not None:
+        said += ", plan=plan"
+    elif not is_default:
+        said += ", plan=optimizer" if options.mutable == NNX_FIELDS else ", plan=state"
+    return said + ", batch_specs=batch_specs" * (options.batch_specs is not None)
+
+
+def check(
+    args: Sequence[PyTree],
+    roles: Sequence[Role],
+    size: int,
+    accumulate: int = 1,
+    padding: str | None = None,
+) -> int:
+    """Returns the number of examples; raises where devices and microbatches do not divide it.
+
+    `padding` is what `zerojax.pad_batch` needs beside the batch, as it is typed; None for a batch
+    that it cannot pad.
+    """
     (name, rows), ways = counted(args, roles), size * accumulate
     if name and (rows == 0 or rows % ways):
         below, above = rows // ways * ways, (rows // ways + 1) * ways
         use = f"{below} or {above}" if below else f"{above}"
-        options = f", accumulate={accumulate}" if accumulate > 1 else ""
-        # The default mesh has all devices; the plan knows which of them the batch is split over.
-        options += ", plan=state" if size != jax.device_count() else ""
+        pad = f", or pad: batch, mask = zerojax.pad_batch(batch{padding}), with "
+        pad += "zerojax.mean(values, where=mask) in the loss"
         raise ValueError(
             f"{name} has {rows} examples, which do not divide over "
-            f"{parts_text(size, accumulate)}. Use {use} examples, or pad: batch, mask = "
-            f"zerojax.pad_batch(batch{options}), with zerojax.mean(values, where=mask) in the loss."
+            f"{parts_text(size, accumulate)}. Use {use} examples{'' if padding is None else pad}."
         )
     return rows
 
@@ -314,9 +335,12 @@ def shard_batch(
         (1, 3)
     """
     _refusals.check_values(batch, "batch")
+    padding = ", mesh" * (mesh is not None) + (f", axis={axis!r}" if axis is not None else "")
+    padding += f", plan={'plan' if isinstance(plan, Plan) else 'state'}" * (plan is not None)
+    padding += ", batch_specs=batch_specs" * (batch_specs is not None)
     mesh, axes = mesh_and_axes(mesh, axis, plan)
     batch_roles = roles((batch,), batch_specs, axes)
-    check((batch,), batch_roles, len(local_parts(mesh, axes)))
+    check((batch,), batch_roles, len(local_parts(mesh, axes)), padding=padding)
     leaves, treedef = jax.tree.flatten(batch)
     if mesh.is_multi_process:
         _agree_on_rows(_fingerprint.of_shapes(batch), mesh)

@@ -25,6 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,7 +165,8 @@ def typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
 
 
 def _call(loss_fn: Callable[..., PyTree], args: Sequence[PyTree], axes: tuple[str, ...]) -> PyTree:
-    """Returns `loss_fn(*args)`. Where that names another mesh axis, the error says which it may."""
+    """Returns `loss_fn(*args)`. Where that names another mesh axis, or changes an object, the error
+    says what to do."""
     try:
         return loss_fn(*args)
     except NameError as error:
@@ -177,6 +179,15 @@ def _call(loss_fn: Callable[..., PyTree], args: Sequence[PyTree], axes: tuple[st
             f"{name}. Name that: axis_name={name} in BatchNorm, jax.lax.pmean(x, {name}). Or call "
             f"the axis of the mesh {unbound[1]!r}; to a forecast, pass axis={unbound[1]!r}."
         ) from error
+    except flax.errors.TraceContextError as error:
+        error.add_note(
+            "A loss is traced, and can change no object of Flax nnx but the model that a step of "
+            "zerojax.nnx passes it. Have it return what metrics need, return loss, logits, and "
+            "update them after the step: metrics.update(loss=values['loss'], "
+            "logits=values['aux']). A nnx.Rngs goes after the batch: step(model, optimizer, batch, "
+            "rngs)."
+        )
+        raise
 
 
 def split_aux(result: PyTree, has_aux: bool | None) -> tuple[PyTree, PyTree]:

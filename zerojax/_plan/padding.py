@@ -10,13 +10,14 @@ means depend on them.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
 
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, computed_with, typed_as
@@ -28,6 +29,9 @@ from zerojax._types import PyTree, Shape
 from zerojax._warn import warn
 
 _WARNED: list[str] = []  # the path that a warning has named: one warning in a process is enough
+
+# A leaf that a plan of this process pads, by the shape and sharding of its arrays.
+_LOOKS: dict[tuple[Shape, NamedSharding], LeafPlan] = {}
 
 T = TypeVar("T", Array, np.ndarray)
 
@@ -158,6 +162,46 @@ def warn_of_padding(state: PyTree, plan: Layout) -> None:
         "its own shape. If you apply the model yourself, take the parameters from "
         f"zerojax.unpad({arguments}), or place the state with pad=False."
     )
+
+
+def remember(plan: Layout) -> None:
+    """Keeps what the padded arrays of a plan look like, for parts of states, which have no plan."""
+    for leaf, place in zip(plan.leaves, plan.shardings, strict=True):
+        if leaf.rest.padding:
+            key = leaf.padded_shape, place
+            # Zeros after the longest of those that look alike are after each of them.
+            _LOOKS[key] = max(_LOOKS.get(key, leaf), leaf, key=lambda each: each.shape)
+
+
+def check_ends(leaves: Iterable[_state.Leaf], known: Container[str], verb: str) -> None:
+    """Raises for an array that looks padded by a plan of this process, but for those in `known`.
+
+    It has the shape and sharding of an array that a plan pads, and zeros at its end: padding is
+    always zero, and trained weights are not.
+    """
+    for leaf in leaves:
+        value = leaf.value
+        if leaf.name in known or not isinstance(value, jax.Array):
+            continue
+        like = _LOOKS.get((value.shape, value.sharding))
+        if like is not None and not _move.to_host(_has_end(value, like.shape)):
+            raise ValueError(
+                f"{leaf.name} {value.shape} ends in zeros, as {like.path} {like.shape} rests "
+                "padded in a placed state, and only the state knows its padding. "
+                f"{verb.capitalize()} the state, or pass plan= with all parameters. Take a part of "
+                "them from zerojax.unpad(state).params; for nnx, state = "
+                "zerojax.nnx.state(model, optimizer). If the zeros are its own, pass "
+                "jax.device_get(params)."
+            )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+@auto_axes()
+def _has_end(value: Array, shape: Shape) -> Array:
+    """Whether something follows an array of this shape but zeros."""
+    value = _compat.fetched(computed_with(value))
+    dim = next(d for d, n in enumerate(shape) if n < value.shape[d])
+    return jnp.any(jax.lax.slice_in_dim(value, shape[dim], None, axis=dim))
 
 
 def padded_shapes(tree: PyTree, plan: Any = None) -> dict[str, Shape]:

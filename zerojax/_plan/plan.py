@@ -51,6 +51,7 @@ class Plan(Layout):
             jax.ShapeDtypeStruct(leaf.padded_shape, leaf.dtype, sharding=sharding)
             for leaf, sharding in zip(self.leaves, self.shardings, strict=True)
         ]
+        _padding.remember(self)
         return _carried.carry_plan(self.treedef.unflatten(structs), self)
 
     def place(self, state: PyTree) -> PyTree:
@@ -83,6 +84,7 @@ class Plan(Layout):
                 for value, leaf, sharding in zip(values, self.leaves, self.shardings, strict=True)
             ]
             placed = _carried.carry_plan(treedef.unflatten(arrays), self)
+        _padding.remember(self)
         _padding.warn_of_padding(placed, self)
         return placed
 

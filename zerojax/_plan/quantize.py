@@ -8,9 +8,11 @@ import numpy as np
 from jax.core import Tracer
 
 from zerojax._plan import optimizer as _optimizer
+from zerojax._plan.precision import is_float
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.hints import layer_dims
 from zerojax._state.packed import (
+    BLOCK,
     LEAST_RUN,
     TOP_LEVELS,
     Coding,
@@ -24,7 +26,7 @@ from zerojax._types import PyTree
 
 
 def quantized(
-    state: PyTree, codes: str = "nf4", *, where: str | None = None, block: int = 64
+    state: PyTree, codes: str = "nf4", *, where: str | None = None, block: int = BLOCK
 ) -> PyTree:
     """Puts frozen weights of a state into codes of 4 or 8 bits, before the state is placed.
 
@@ -109,6 +111,14 @@ def _codings(state: PyTree, params: PyTree, coding_of, where: str | None) -> dic
                 "float matrices whose last dimension a block divides go into codes. Pass a "
                 "narrower pattern, or a smaller block=."
             )
+    odd = [leaf for leaf in leaves if is_float(leaf.value)]
+    if odd and not found:
+        struct = _state.shape_dtype(odd[0].value)
+        raise ValueError(
+            f"zerojax.quantized puts nothing in codes: no block of {LEAST_RUN} or more, up to "
+            f"block=, divides the rows of {odd[0].name}, {struct.dtype}{list(struct.shape)}. Pass "
+            "a larger block=, or give the weight longer rows: (64, 64) for (64, 4, 16)."
+        )
     if not found:
         raise ValueError(
             "zerojax.quantized found no frozen matrix. Pass where=, a pattern of their paths, or "

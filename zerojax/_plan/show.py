@@ -13,7 +13,9 @@ from zerojax._kernel.places import KINDS, Groups, LeafPlan
 from zerojax._plan.encodings import FEWEST
 from zerojax._plan.layout import Layout
 from zerojax._plan.roles import CODED, CORRECTION, SCALES, WIDE, roles_of
+from zerojax._plan.precision import is_float
 from zerojax._state.hints import NUMBER
+from zerojax._state.packed import BLOCK, LEAST_RUN, coding_for, codings_of
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
 from zerojax._table import Cell, Table, human_bytes, told_apart
 from zerojax._types import Device
@@ -130,6 +132,8 @@ def leaf_text(plan: Layout, path: str) -> str:
         text += f", sharded over {rest}" if rest else ", replicated"
         text += f", kept over {near} in a step" if near != rest else ""
         text += f", updated over {update}" if update != rest else ""
+    kept = dict(zip(leaves, _kept_as(plan), strict=True))[path]
+    text += f", kept {'' if kept.startswith('wide') else 'as '}{kept}" if kept else ""
     if leaf.absent:
         text += f", not over {', '.join(leaf.absent)}: the mesh has no such axis"
     holders: dict[str, list[str]] = collections.defaultdict(list)
@@ -173,9 +177,8 @@ def groups_text(groups: Groups) -> str:
 
 def plan_table(plan: Layout) -> Table:
     """Makes a row for each leaf, or for the leaves of several layers that are planned alike."""
-    state = plan.treedef.unflatten(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in plan.leaves)
-    pairs = zip(plan.leaves, roles_of(state), strict=True)
-    rows = [_cells(plan, leaf, role) for leaf, role in pairs]
+    pairs = zip(plan.leaves, _kept_as(plan), strict=True)
+    rows = [_cells(plan, leaf, kept) for leaf, kept in pairs]
     numbers = max(len(NUMBER.findall(leaf.path)) for leaf in plan.leaves)
     for place in reversed(range(numbers)):  # the innermost loop first
         rows = _joined(rows, place)
@@ -197,7 +200,7 @@ def plan_table(plan: Layout) -> Table:
     )
 
 
-def _cells(plan: Layout, leaf: LeafPlan, role: str) -> dict[str, Any]:
+def _cells(plan: Layout, leaf: LeafPlan, kept: str) -> dict[str, Any]:
     return {
         "leaf": leaf.path,
         "shape": f"{leaf.dtype}{list(leaf.shape)}",
@@ -206,7 +209,7 @@ def _cells(plan: Layout, leaf: LeafPlan, role: str) -> dict[str, Any]:
         "size": leaf.nbytes,
         "per device": leaf.bytes_per_device(plan.mesh),
         REASON: leaf.reason or "",
-        "kept as": _kept_as(leaf, role),
+        "kept as": kept,
         "memory": _memory(plan, leaf),
         "sent as": _sent_as(plan, leaf),
         "not in the mesh": ", ".join(leaf.absent),
@@ -246,7 +249,31 @@ def _renumbered(row: dict[str, Any], number: re.Match[str], text: str) -> dict[s
     return row | {"leaf": f"{before}{text}{after}", REASON: reason}
 
 
-def _kept_as(leaf: LeafPlan, role: str) -> str:
+def _kept_as(plan: Layout) -> list[str]:
+    """Says of each leaf what it is, where it has codes, and why a leaf beside them is wide."""
+    state = plan.treedef.unflatten(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in plan.leaves)
+    codings = codings_of(state)
+    kind = next((coding.kind for coding in codings if coding), None)
+    triples = zip(plan.leaves, roles_of(state), codings, strict=True)
+    return [
+        _kept_of_param(leaf, kind, plan.update is None)
+        if kind and not coding and leaf.kind == PARAMS
+        else _kept_of_state(leaf, role)
+        for leaf, role, coding in triples
+    ]
+
+
+def _kept_of_param(leaf: LeafPlan, kind: str, may_be_frozen: bool) -> str:
+    """Says why `zerojax.quantized` puts a frozen matrix into no codes of this kind."""
+    is_matrix = is_float(leaf) and len(leaf.shape) - leaf.stacked >= 2
+    if not is_matrix or not (leaf.frozen or may_be_frozen):
+        return ""
+    if coding_for(kind, BLOCK, leaf.shape, leaf.dtype) is not None:  # where= left it out
+        return ""
+    return f"wide: no block of {LEAST_RUN} to {BLOCK} divides rows of {leaf.shape[-1]}"
+
+
+def _kept_of_state(leaf: LeafPlan, role: str) -> str:
     """Says what an 8-bit leaf of the optimizer state is, and why a leaf beside them is wide."""
     if role == CODED:
         return "8-bit codes"

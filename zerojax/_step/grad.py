@@ -129,7 +129,8 @@ def loss_and_grads(
     shapes = [np.shape(value) for value in jax.tree.leaves(params)]
     arg_values = jax.tree.leaves(tuple(args))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
-    _batch.check(args, roles, plan.size, options.accumulate)
+    padding = _batch.pad_options(options, plan)
+    _batch.check(args, roles, plan.size, options.accumulate, padding)
     program = _program(loss_fn, plan, options, params, args, roles, backward)
     leaves = backward.state if backward else ()
     state = [

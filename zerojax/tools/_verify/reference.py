@@ -87,7 +87,9 @@ class Reference:
         self.recipe, self.plan = recipe, plan
         self.device = plan.mesh.devices.flat[0] if device is None else device
         self.roles = _batch.roles(args, recipe.options.batch_specs, plan.batch_axes)
-        _batch.check(args, self.roles, plan.size, recipe.options.accumulate)
+        options = recipe.options
+        padding = _batch.pad_options(options, plan)
+        _batch.check(args, self.roles, plan.size, options.accumulate, padding)
         _check_fits(plan, self.device)
         self.state = self.moved(on_host(state, plan))
         self.args = self.moved(args)

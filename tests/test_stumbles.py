@@ -1,0 +1,224 @@
+"""What new users stumble over: each is told what to do, and doing it works."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+import zerojax.nnx
+from zerojax.checkpoint import export_safetensors
+
+TX = optax.sgd(1e-2)
+
+
+def params():
+    kernel, up = jnp.arange(1.0, 97 * 17 + 1).reshape(97, 17), jnp.ones((64, 17))
+    return {"head": {"kernel": kernel, "bias": jnp.zeros(17)}, "up": up}
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["up"] @ params["head"]["kernel"].T) ** 2)
+
+
+# -- parts of padded parameters, which leave
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.head = nnx.Linear(17, 97, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def padded():
+    state = TrainState.create(apply_fn=Net, params=params(), tx=TX)
+    state = zerojax.shard_train_state(state, stage=3)
+    assert state.params["head"]["kernel"].shape == (104, 17)
+    return state
+
+
+@pytest.fixture(scope="module")
+def model():
+    net = Net()
+    return zerojax.nnx.shard(net, nnx.Optimizer(net, TX, wrt=nnx.Param), stage=3)
+
+
+PARTS = {
+    "a part": lambda state, _: state.params["head"],
+    "picked": lambda state, _: {"w": state.params["head"]["kernel"]},
+    "cast": lambda state, _: {"w": state.params["head"]["kernel"].astype(jnp.bfloat16)},
+    "after a step": lambda state, _: jax.tree.map(lambda x: 2 * x, state.params["head"]),
+    "all of them": lambda state, _: state.params,
+    "of nnx": lambda _, model: nnx.state(model[0].head),
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_a_part_does_not_leave_with_its_padding(part, padded, model, tmp_path):
+    says = r"\((104, 17|17, 104)\) ends in zeros, as params/head/kernel \((97, 17|17, 97)\) rests"
+    says += r" padded.*{} the state, or pass plan=.*zerojax.unpad\(state\).params.*jax.device_get"
+    with pytest.raises(ValueError, match=says.format("Export")):
+        export_safetensors(tmp_path / "weights", part(padded, model))
+    with pytest.raises(ValueError, match=says.format("Stream")):
+        zerojax.stream(part(padded, model))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_message_says_of_parts_is_true(padded, model, tmp_path):
+    state, of_nnx = padded, zerojax.nnx.state(*model)
+    given = [
+        (state, {}),
+        (state.params, {"plan": state.tx.plan}),
+        (zerojax.unpad(state).params["head"], {}),
+        (zerojax.unpad(of_nnx).params["head"], {}),
+    ]
+    for number, (tree, options) in enumerate(given):
+        export_safetensors(tmp_path / f"{number}", tree, **options)
+        assert kernel_in(tmp_path / f"{number}") in ((97, 17), (17, 97))
+
+
+def kernel_in(path):
+    (file,) = path.glob("*.safetensors")
+    return next(x.shape for x in safetensors.numpy.load_file(file).values() if x.ndim == 2)
+
+
+def test_an_array_of_that_shape_leaves_with_all_its_rows(padded, tmp_path):
+    kernel = padded.params["head"]["kernel"]
+    own = {"w": jax.device_put(jnp.ones(kernel.shape), kernel.sharding)}
+    export_safetensors(tmp_path / "ones", own)
+    export_safetensors(tmp_path / "zeros", jax.device_get({"w": kernel}))
+    assert kernel_in(tmp_path / "ones") == kernel_in(tmp_path / "zeros") == (104, 17)
+
+
+# -- meshes and batches
+
+
+@pytest.mark.parametrize(("devices", "sizes"), [(8, (2, 4)), (4, (2, 2)), (6, (2, 3)), (5, (1, 5))])
+def test_the_mesh_in_a_message_can_be_made(devices, sizes, monkeypatch):
+    state, line = (params(), ()), r"zerojax\.mesh\(node={}, gpu={}\)".format(*sizes)
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    with pytest.raises(ValueError, match=line):
+        zerojax.plan(state, groups={"params": "gpu"})
+    with pytest.raises(ValueError, match=line):
+        zerojax.plan(state).regathering(("gpu",))
+
+
+TWO = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+ROWS = np.ones((9, 64), np.float32)
+
+
+def a_step(**options):
+    return lambda state, plan: zerojax.train_step(loss, **options)(state, ROWS)
+
+
+def with_its_plan(**options):
+    def call(state, plan):
+        pair = plan.place((params(), TX.init(params())))
+        zerojax.train_step(loss, plan=plan, tx=TX, **options)(pair, ROWS)
+
+    return call
+
+
+def along_columns(state, plan):
+    specs = P(None, "data")
+    zerojax.train_step(lambda p, x: loss(p, x.T), batch_specs=specs)(state, ROWS.T)
+
+
+CALLS = [
+    (a_step(), {}, "batch"),
+    (a_step(accumulate=2), {}, "batch, accumulate=2"),
+    (a_step(), {"mesh": TWO}, "batch, plan=state"),
+    (a_step(accumulate=2), {"mesh": TWO}, "batch, accumulate=2, plan=state"),
+    (with_its_plan(), {}, "batch, plan=plan"),
+    (with_its_plan(accumulate=2), {"mesh": TWO}, "batch, accumulate=2, plan=plan"),
+    (along_columns, {}, "batch, batch_specs=batch_specs"),
+    (lambda _, plan: zerojax.value_and_grad(loss, plan)(params(), ROWS), {}, "batch"),
+    (
+        lambda _, plan: zerojax.value_and_grad(loss, plan)(params(), ROWS),
+        {"mesh": TWO},
+        "batch, plan=plan",
+    ),
+    (lambda _, plan: zerojax.shard_batch(ROWS, TWO), {}, "batch, mesh"),
+    (lambda _, plan: zerojax.shard_batch(ROWS, TWO, axis="data"), {}, "batch, mesh, axis='data'"),
+    (lambda _, plan: zerojax.shard_batch(ROWS, plan=plan), {"mesh": TWO}, "batch, plan=plan"),
+    (lambda state, _: zerojax.shard_batch(ROWS, plan=state), {"mesh": TWO}, "batch, plan=state"),
+]
+
+
+@pytest.mark.parametrize(("call", "placed", "given"), CALLS, ids=[f"{row[2]}" for row in CALLS])
+def test_the_line_that_pads_a_batch_is_for_that_call(call, placed, given):
+    plan = zerojax.plan((params(), TX.init(params())), stage=1, tx=TX, **placed)
+    state = TrainState.create(apply_fn=None, params=params(), tx=TX)
+    state = zerojax.shard_train_state(state, stage=1, **placed)
+    with pytest.raises(ValueError, match=r"9 examples.*or pad: batch, mask = ") as raised:
+        call(state, plan)
+    check_line(str(raised.value), given, state=state, plan=plan, mesh=TWO)
+
+
+def test_the_line_that_pads_a_batch_of_nnx():
+    net = nnx.Linear(64, 16, rngs=nnx.Rngs(0))
+    model, optimizer = zerojax.nnx.shard(net, nnx.Optimizer(net, TX, wrt=nnx.Param), mesh=TWO)
+    step = zerojax.nnx.train_step(lambda model, x: model(x).mean(), accumulate=2)
+    with pytest.raises(ValueError, match=r"9 examples.*or pad: batch, mask = ") as raised:
+        step(model, optimizer, ROWS)
+    check_line(str(raised.value), "batch, accumulate=2, plan=optimizer", optimizer=optimizer)
+
+
+def check_line(message, given, **names):
+    """The line has these arguments, and makes of the batch one of the numbers beside it."""
+    found = re.search(r"(\d+) examples, or pad: .*= (zerojax\.pad_batch\((.*?)\)), with", message)
+    assert found is not None and found[3] == given
+    by_columns = "batch_specs" in given
+    names |= {"batch": ROWS.T if by_columns else ROWS, "batch_specs": P(None, "data")}
+    batch, mask = eval(found[2], {"zerojax": zerojax}, names)
+    assert batch.shape[by_columns] == int(found[1]) and mask.sum() == 9
+
+
+# -- metrics, codes
+
+
+@pytest.mark.parametrize("of_nnx", [True, False])
+def test_metrics_that_a_loss_updates(of_nnx):
+    metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+
+    def of_model(model, x):
+        value = model(x).mean()
+        metrics.update(loss=value)
+        return value
+
+    net = nnx.Linear(64, 16, rngs=nnx.Rngs(0))
+    step = zerojax.nnx.train_step(of_model)
+    args = zerojax.nnx.shard(net, nnx.Optimizer(net, TX, wrt=nnx.Param))
+    if not of_nnx:
+        step = zerojax.train_step(lambda params, x: of_model(lambda x: x @ params["w"], x))
+        state = TrainState.create(apply_fn=None, params={"w": jnp.ones((64, 16))}, tx=TX)
+        args = (zerojax.shard_train_state(state),)
+    says = r"return loss, logits, and update them after the step: metrics.update\(loss=values\['lo"
+    with pytest.raises(Exception, match="Cannot mutate MetricState") as raised:
+        step(*args, ROWS[:8])
+    assert any(re.search(says, note) for note in raised.value.__notes__)
+
+
+def test_a_plan_says_why_a_frozen_matrix_has_no_codes(capsys):
+    params = {"heads": jnp.ones((64, 4, 16)), "up": jnp.ones((48, 64)), "lora": jnp.ones((32, 4))}
+    params["norm"] = jnp.ones(24)
+    mask = {"heads": True, "up": True, "lora": False, "norm": True}
+    tx = optax.selective_transform(TX, freeze_mask=mask)
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    assert "kept as" not in str(zerojax.plan(state, stage=3))
+    plan = zerojax.plan(zerojax.quantized(state), stage=3)
+    why = "wide: no block of 32 to 64 divides rows of 16"
+    (row,) = (line for line in str(plan).splitlines() if "no block" in line)
+    assert "params/heads" in row and why in row
+    plan.show("params/heads")
+    assert f", kept {why}" in capsys.readouterr().out
+    del params["up"], mask["up"]
+    with pytest.raises(ValueError, match=r"in codes: .* heads, float32\[64, 4, 16\].*longer rows"):
+        zerojax.quantized(TrainState.create(apply_fn=None, params=params, tx=tx))
