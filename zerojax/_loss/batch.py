@@ -155,22 +155,20 @@ def check(
     roles: Sequence[Role],
     size: int,
     accumulate: int = 1,
-    padding: str | None = None,
+    padding: str = "",
 ) -> int:
     """Returns the number of examples; raises where devices and microbatches do not divide it.
 
-    `padding` is what `zerojax.pad_batch` needs beside the batch, as it is typed; None for a batch
-    that it cannot pad.
+    `padding` is what `zerojax.pad_batch` is given beside the batch, as it is typed.
     """
     (name, rows), ways = counted(args, roles), size * accumulate
     if name and (rows == 0 or rows % ways):
         below, above = rows // ways * ways, (rows // ways + 1) * ways
         use = f"{below} or {above}" if below else f"{above}"
-        pad = f", or pad: batch, mask = zerojax.pad_batch(batch{padding}), with "
-        pad += "zerojax.mean(values, where=mask) in the loss"
         raise ValueError(
             f"{name} has {rows} examples, which do not divide over "
-            f"{parts_text(size, accumulate)}. Use {use} examples{'' if padding is None else pad}."
+            f"{parts_text(size, accumulate)}. Use {use} examples, or pad: batch, mask = "
+            f"zerojax.pad_batch(batch{padding}), with zerojax.mean(values, where=mask) in the loss."
         )
     return rows
 

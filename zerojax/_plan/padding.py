@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding
+from jax.sharding import Sharding
 
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, computed_with, typed_as
@@ -31,7 +31,7 @@ from zerojax._warn import warn
 _WARNED: list[str] = []  # the path that a warning has named: one warning in a process is enough
 
 # A leaf that a plan of this process pads, by the shape and sharding of its arrays.
-_LOOKS: dict[tuple[Shape, NamedSharding], LeafPlan] = {}
+_LOOKS: dict[tuple[Shape, Sharding], LeafPlan] = {}
 
 T = TypeVar("T", Array, np.ndarray)
 

@@ -12,10 +12,10 @@ from zerojax._figures import Figure, PlotAxes
 from zerojax._kernel.places import KINDS, Groups, LeafPlan
 from zerojax._plan.encodings import FEWEST
 from zerojax._plan.layout import Layout
-from zerojax._plan.roles import CODED, CORRECTION, SCALES, WIDE, roles_of
 from zerojax._plan.precision import is_float
+from zerojax._plan.roles import CODED, CORRECTION, SCALES, WIDE, roles_of
 from zerojax._state.hints import NUMBER
-from zerojax._state.packed import BLOCK, LEAST_RUN, coding_for, codings_of
+from zerojax._state.packed import LEAST_RUN, MOST_RUN, coding_for, codings_of
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
 from zerojax._table import Cell, Table, human_bytes, told_apart
 from zerojax._types import Device
@@ -268,9 +268,9 @@ def _kept_of_param(leaf: LeafPlan, kind: str, may_be_frozen: bool) -> str:
     is_matrix = is_float(leaf) and len(leaf.shape) - leaf.stacked >= 2
     if not is_matrix or not (leaf.frozen or may_be_frozen):
         return ""
-    if coding_for(kind, BLOCK, leaf.shape, leaf.dtype) is not None:  # where= left it out
+    if coding_for(kind, MOST_RUN, leaf.shape, leaf.dtype) is not None:  # where= left it out
         return ""
-    return f"wide: no block of {LEAST_RUN} to {BLOCK} divides rows of {leaf.shape[-1]}"
+    return f"wide: no block of {LEAST_RUN} to {MOST_RUN} divides rows of {leaf.shape[-1]}"
 
 
 def _kept_of_state(leaf: LeafPlan, role: str) -> str:

@@ -35,7 +35,7 @@ NF4 = np.array(
 )
 TOP_LEVELS = {"nf4": 1.0, "int4": 7.0, "int8": 127.0}  # the level that the largest value gets
 SCALE_BYTES = 2
-BLOCK = 64  # the most neighbours that share a scale, unless a user says so
+MOST_RUN = 64  # the most neighbours that share a scale, unless a user says so
 LEAST_RUN = 32  # a smaller block would spend more than half a bit a weight on its scale
 
 

@@ -129,8 +129,7 @@ def loss_and_grads(
     shapes = [np.shape(value) for value in jax.tree.leaves(params)]
     arg_values = jax.tree.leaves(tuple(args))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
-    padding = _batch.pad_options(options, plan)
-    _batch.check(args, roles, plan.size, options.accumulate, padding)
+    _batch.check(args, roles, plan.size, options.accumulate, _batch.pad_options(options, plan))
     program = _program(loss_fn, plan, options, params, args, roles, backward)
     leaves = backward.state if backward else ()
     state = [

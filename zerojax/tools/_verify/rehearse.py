@@ -171,6 +171,8 @@ def _mesh_like(
     leaves = [(leaf.name, np.shape(leaf.value)) for leaf in _state.leaves_of(shapes)]
     pairs = list(like.pairs(leaves))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
+    # A number that all devices here divide is one that some mesh of them does.
+    padding = f", accumulate={options.accumulate}" if options.accumulate > 1 else ""
     best: tuple[tuple, dict[str, int]] | None = None
     refused = None
     for sizes in itertools.product(
@@ -181,7 +183,7 @@ def _mesh_like(
             continue
         try:
             ways = math.prod(shape[axis] for axis in plan.batch_axes)
-            _batch.check(args, roles, ways, options.accumulate)
+            _batch.check(args, roles, ways, options.accumulate, padding)
         except ValueError as error:
             refused = error
             continue
