@@ -37,6 +37,10 @@ def make(make_model=Net, wrt=nnx.Param, tx=None, **options):
     return model, nnx.Optimizer(model, tx or optax.adam(1e-2, eps=EPS), wrt=wrt)
 
 
+def own_model():
+    return make()[0]
+
+
 def pure(model):
     return nnx.to_pure_dict(nnx.state(model))
 

@@ -13,8 +13,8 @@
 optimizer)` returns it, and `zerojax.nnx.update` puts one back. `zerojax.nnx.merge` makes a second
 model, to sample from. `step.pure` returns the arguments of
 `zerojax.verify` and `zerojax.audit`: `zerojax.verify(*step.pure(model, optimizer, batch))`.
-`zerojax.forecast`, `choose` and `study` take the step itself, with a function that returns a model
-and its optimizer.
+`zerojax.forecast`, `choose` and `study` take the loss or the step itself, with a function that
+returns a model and its optimizer.
 """
 
 import dataclasses
@@ -100,8 +100,8 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
     """
     optimizer = options.optimizer
     if optimizer is None:
-        source: PyTree = functools.partial(_made_state, model)
-        make = functools.partial(_called, model)
+        make = functools.partial(_pair, model)
+        source: PyTree = functools.partial(_nnx_state.made_state, make)
         # `state_of` leaves no tracers in closures of modules and the optimizer.
         made = functools.partial(state_of, lambda: nnx.split(make()))
         made = seen_as(jax.sharding.get_abstract_mesh())(made)
@@ -160,21 +160,10 @@ def quantized(
     return model, optimizer
 
 
-def _made_state(make: PyTree) -> State:
-    return state(*_called(make))
-
-
-def _called(make: PyTree) -> tuple[nnx.Module, nnx.Optimizer]:
-    """Returns the model and the optimizer that a function makes, or a pair itself.
-
-    The plan shards variables. Flax would do so at once, over axes that the mesh may lack, and in
-    conflict with `jax.jit`.
-    """
-    pair = make
-    if callable(make) and not isinstance(make, nnx.Module):
-        with nnx.use_eager_sharding(False):
-            pair = make()
-    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], nnx.Optimizer)):
+def _pair(make: PyTree) -> tuple[nnx.Module, nnx.Optimizer]:
+    """Returns the model and the optimizer that a function makes, or a pair itself."""
+    pair = _nnx_state.called(make)
+    if not _nnx_state.is_pair(pair):
         raise TypeError(
             "zerojax.nnx.shard takes a model and its optimizer, or a function that returns both, "
             f"not only a {type(pair).__name__}. Call zerojax.nnx.shard(model, optimizer), with "
@@ -188,7 +177,7 @@ class ModelStep:
 
     `pure(model, optimizer, batch)` returns the arguments of `zerojax.verify` and `zerojax.audit`: a
     step of states without objects, and its arguments. `zerojax.forecast`, `choose` and `study` take
-    this step, with a function that makes the model and its optimizer.
+    this step, or its loss, with a function that makes the model and its optimizer.
     """
 
     def __init__(self, functional: Callable[..., PyTree]) -> None:
@@ -243,7 +232,7 @@ class ModelStep:
 
     def _unmade(self, make: PyTree, rng: PyTree = None) -> tuple:
         """Returns the arguments of forecasts: a step, a function that makes a state, and keys."""
-        source = functools.partial(_made_state, make)
+        source = functools.partial(_nnx_state.made_state, make)
         return self.functional, source, _keys(jax.eval_shape(source), rng)
 
     def __call__(

@@ -1,10 +1,16 @@
 """Traffic and memory of the steps of the table, to the byte, and the parameters that they serve."""
 
+import collections
 import dataclasses
+import math
 import re
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
+import zerojax
 from tests import audits, steps
 from tests.reference import divided, tree_bytes
 
@@ -63,6 +69,54 @@ def test_rows_of_a_table_travel_in_its_place(name):
     assert [t.serves for t in exchanges] == ["params/embed"] * 4
     assert sum(t.wire_bytes for t in exchanges) > 4 * 4096
     assert "params/embed" not in {t.serves for t in traffic if t.kind == "all-gather"}
+
+
+def net(params, batch):
+    hidden = jnp.tanh(batch @ params["up"] + params["bias"])
+    return jnp.mean((hidden @ params["down"]) ** 2)
+
+
+NET = {"up": (64, 512), "bias": (512,), "down": (512, 8)}
+HSDP = {"params": "gpu", "grads": "gpu", "opt_state": "gpu"}
+STAGE2 = HSDP | {"params": ()}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "groups", "accumulate"),
+    [
+        ("", HSDP, 1),
+        ("", HSDP, 2),
+        ("", STAGE2, 1),
+        ("", STAGE2, 2),
+        ("", HSDP | {"opt_state": ("gpu", "node")}, 1),
+        pytest.param("16xH100", HSDP, 1, marks=pytest.mark.gpu_code),
+    ],
+)
+def test_gradients_that_are_reduced_twice_are_traced_both_times(gpus, groups, accumulate):
+    """In a node, then between nodes: there in one all-reduce, or in a reduce-scatter for each. GPUs
+    reduce one array between nodes, of all gradients."""
+    mesh = zerojax.mesh(node=2, gpu=4)
+    if gpus:
+        mesh = zerojax.aot.mesh(gpus, (2, 8), ("node", "gpu"))
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in NET.items()}
+    tx = optax.adam(1e-3)
+    state = {"params": params, "opt_state": jax.eval_shape(tx.init, params)}
+    plan = zerojax.plan(state, mesh=mesh, groups=groups, tx=tx)
+    step = zerojax.train_step(net, tx=tx, plan=plan, accumulate=accumulate)
+    batch = zerojax.aot.batch(jax.ShapeDtypeStruct((64, 64), "float32"), plan)
+    sent = collections.Counter()
+    for one in zerojax.audit(step, plan.abstract(), batch).traffic:
+        for part in one.parts if one.kind != "all-gather" else ():
+            sent[one.kind, one.axes, part.paths] += int(part.nbytes) * one.trips
+    sizes = {(f"params/{name}",): 4 * math.prod(shape) for name, shape in sorted(NET.items())}
+    within = {("reduce-scatter", ("gpu",), path): n * accumulate for path, n in sizes.items()}
+    between = {path: n // mesh.shape["gpu"] for path, n in sizes.items()}
+    if gpus:
+        between = {sum(between, ()): sum(between.values())}
+    last = "reduce-scatter" if groups["opt_state"] != "gpu" else "all-reduce"
+    of_params = {key: nbytes for key, nbytes in sent.items() if key[-1]}
+    assert of_params == within | {(last, ("node",), path): n for path, n in between.items()}
+    assert sum((sent - collections.Counter(of_params)).values()) < 64  # the loss, and the norm
 
 
 # -- memory

@@ -102,7 +102,7 @@ REFUSED = [
     (
         fixed(accumulate=2, prefetch=0, donate=False, compiler_options=UNKNOWN),
         ValueError,
-        r"accumulate=..., prefetch=..., donate=..., compiler_options=...\). Leave these options o",
+        r"accumulate=..., prefetch=.*, compiler_options=...\). Leave these.*: choose finds accumu",
     ),
     (
         fixed(batch_specs=PartitionSpec(None, "data")),
@@ -117,6 +117,18 @@ REFUSED = [
 def test_a_step_that_leaves_nothing_to_choose_is_refused(loss_fn, error, message):
     with pytest.raises(error, match=message):
         zerojax.tools.choose(loss_fn, nnx_models.make, nnx_models.BATCH, gpus="8xH100")
+
+
+@pytest.mark.filterwarnings("ignore:.* puts nothing in host memory")
+def test_a_loss_of_nnx_is_chosen_for_with_what_makes_its_model(cpus):
+    rows = jax.ShapeDtypeStruct(nnx_models.BATCH.shape, jnp.float32)
+    found = zerojax.tools.choose(nnx_models.loss_fn, nnx_models.make, rows, gpus="1xH100")
+    lines = found.python(found.best.way).splitlines()
+    assert lines[0].startswith("model, optimizer = zerojax.nnx.shard(make")
+    assert lines[1] == "step = zerojax.nnx.train_step(loss_fn)"
+    pure = zerojax.nnx.train_step(nnx_models.loss_fn).functional
+    with pytest.raises(TypeError, match="Pass the loss of your model, and a function that returns"):
+        zerojax.tools.choose(pure, nnx_models.make, rows, gpus="1xH100")
 
 
 def test_a_batch_without_arrays_is_refused():

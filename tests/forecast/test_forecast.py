@@ -144,6 +144,47 @@ def test_a_step_of_nnx_is_forecast_with_the_function_that_makes_its_model(cpus):
     case.report.check()
     matrices, vectors = 2 * 16 * 32, 16 + 2 * 32  # which are too small to be sharded
     assert case.parameters == 4 * (matrices // 2 + vectors)
+    same = (nnx_models.loss_fn, make), (step, lambda: zerojax.nnx.state(*make()))
+    for given in same:  # the plain loss, and the state that a plan takes
+        (other,) = linear(*given, batch, stages=3).cases
+        assert other.report.to_dict() == case.report.to_dict()
+
+
+def own_step(model, optimizer, batch):
+    raise AssertionError("it is not called")
+
+
+NNX_STEP = zerojax.nnx.train_step(nnx_models.loss_fn)
+BOTH = r"Pass the loss, loss_fn\(model, batch\).* def make\(\): .* return model, nnx.Opt.*the batch"
+
+
+@pytest.mark.parametrize(
+    ("loss", "make", "message"),
+    [
+        *(
+            (loss, make, f"{what}, .*{BOTH}")
+            for loss in (nnx_models.loss_fn, NNX_STEP)
+            for make, what in (
+                (nnx_models.make()[0], "you passed Net"),
+                (nnx_models.Net, "you passed the class Net"),
+                (nnx_models.own_model, "own_model returns Net"),
+                (lambda: nnx_models.make()[::-1], "<lambda> returns Optimizer and Net"),
+            )
+        ),
+        (NNX_STEP, lambda rngs: nnx_models.make(), f"takes arguments, .*{BOTH}"),
+        (*nnx_models.make(), f"the loss comes first, and you passed Net. {BOTH}"),
+        (nnx_models.make, nnx_models.loss_fn, f"the loss comes first, and you passed make. {BOTH}"),
+        (zerojax.train_step(fakes.loss), nnx_models.make, f"step trains states, .*{BOTH}"),
+        (
+            own_step,
+            nnx_models.make,
+            r"with \(model, batch\): .*'batch'. The loss is loss_fn\(model, batch\) -> loss",
+        ),
+    ],
+)
+def test_what_is_passed_for_nnx_by_mistake_is_named(loss, make, message, cpus):
+    with pytest.raises(TypeError, match=message):
+        linear(loss, make, jax.ShapeDtypeStruct(nnx_models.BATCH.shape, jnp.float32), stages=3)
 
 
 STEP = zerojax.train_step(fakes.loss)

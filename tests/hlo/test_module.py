@@ -80,6 +80,34 @@ def test_gathers_that_xla_joined_are_traced_one_by_one():
     assert again.paths == ("params/b",)
 
 
+def test_gradients_that_xla_joined_in_one_array_are_traced_through_its_slices():
+    """So XLA:GPU sums between nodes what was reduced in each."""
+    entry = """
+  %a = f32[64,1024]{1,0} parameter(0), metadata={op_name="state.params['a']"}
+  %b = f32[32,1024]{1,0} parameter(1), metadata={op_name="state.params['b']"}
+  %rows = f32[512,1024]{1,0} parameter(2), metadata={op_name="batch"}
+  %in_a = f32[64,1024]{1,0} reduce-scatter(%rows), replica_groups={}, dimensions={0}
+  %in_b = f32[32,1024]{1,0} reduce-scatter(%rows), replica_groups={}, dimensions={0}
+  %flat_a = f32[65536]{0} bitcast(%in_a)
+  %flat_b = f32[32768]{0} bitcast(%in_b)
+  %joined = f32[98304]{0} concatenate(%flat_a, %flat_b), dimensions={0}
+  %start = ((f32[98304]{0}), f32[98304]{0}) all-reduce-start(%joined), replica_groups={}
+  %sum = f32[98304]{0} all-reduce-done(%start)
+  %cut_a = f32[65536]{0} slice(%sum), slice={[0:65536]}
+  %cut_b = f32[32768]{0} slice(%sum), slice={[65536:98304]}
+  %of_a = f32[64,1024]{1,0} bitcast(%cut_a)
+  %of_b = f32[32,1024]{1,0} bitcast(%cut_b)
+  %new_a = f32[64,1024]{1,0} subtract(%a, %of_a)
+  %new_b = f32[32,1024]{1,0} subtract(%b, %of_b)
+  ROOT %r = (f32[64,1024]{1,0}, f32[32,1024]{1,0}) tuple(%new_a, %new_b)
+"""
+    updates = "input_output_alias={ {0}: (0, {}, may-alias), {1}: (1, {}, may-alias) }, num_"
+    found = zerojax.audit(module(entry).replace("num_", updates)).traffic
+    paths = {one.name: one.paths for one in found}
+    both = "params/a", "params/b"
+    assert paths == {"in_a": both[:1], "in_b": both[1:], "start": both}
+
+
 def test_a_collective_comes_from_the_innermost_line_outside_of_libraries():
     """Flax's BatchNorm reduces its statistics in a file of Flax."""
     layer = nn.BatchNorm(use_running_average=False, axis_name="data")

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.verify.steps import verified
 from zerojax import _progress
 
 WIPE = "\r\x1b[K"
@@ -62,6 +63,23 @@ def test_what_takes_long_gets_one_hint_and_what_is_quick_needs_no_line(said, mon
     for name in ("ON_A_TERMINAL", "IN_A_LOG"):
         monkeypatch.setattr(_progress, name, 60)
     assert said(hinted) == said(hinted, is_terminal=True) == ""
+
+
+def test_a_verification_says_what_it_does(said, monkeypatch):
+    """What compiles takes long enough for a line."""
+    compiling = [
+        "running the step on 2 devices",
+        "computing the step's gradients on 2 devices",
+        "replaying 2 parts of the batch on one device",
+        "replaying the whole batch on one device",
+    ]
+    text = said(lambda: verified().check(), is_terminal=True)
+    shown = dict.fromkeys(line.partition(" ... ")[0] for line in text.split(WIPE) if line)
+    assert all(line.startswith("verify: ") for line in shown) and text.endswith(WIPE)
+    shown = [line.removeprefix("verify: ") for line in shown]
+    assert [line for line in shown if line in compiling] == compiling
+    monkeypatch.setattr(_progress, "IN_A_LOG", 60)
+    assert said(lambda: verified().check()) == ""
 
 
 def test_an_error_ends_the_line(said):

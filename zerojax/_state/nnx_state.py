@@ -31,7 +31,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, computed_with, explicit_sharding, typed, typed_as
-from zerojax._state import carried as _carried, patches as _patches
+from zerojax._state import (
+    carried as _carried,
+    patches as _patches,
+    refusals as _refusals,
+    state as _state,
+)
 from zerojax._state.state import OTHER, PARAMS
 from zerojax._types import PyTree, Shape
 
@@ -101,6 +106,66 @@ def shown_state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
     if _carried.carried_plan(apart) is None:
         apart = jax.tree.map(shown, apart, is_leaf=lambda value: isinstance(value, Padded))
     return nnx.as_pure(apart)
+
+
+ARGUMENTS = (
+    "Pass the loss, loss_fn(model, batch), or a step of zerojax.nnx.train_step; then a function "
+    "that makes both, def make(): model = Model(nnx.Rngs(0)); return model, nnx.Optimizer(model, "
+    "tx, wrt=nnx.Param); then the batch."
+)
+
+
+def called(make: PyTree) -> PyTree:
+    """Returns what a function makes, or a value that is none.
+
+    The plan shards variables. Flax would do so at once, over axes that the mesh may lack, and in
+    conflict with `jax.jit`.
+    """
+    if not callable(make) or isinstance(make, nnx.Pytree | type):
+        return make
+    with nnx.use_eager_sharding(False):
+        return make()
+
+
+def is_pair(made: PyTree) -> bool:
+    """Whether these are a model and its optimizer."""
+    return isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], nnx.Optimizer)
+
+
+def made_state(make: PyTree) -> State:
+    """Returns the state of the model and the optimizer that a function makes, for a forecast."""
+    if not isinstance(make, nnx.Pytree | type):
+        _refusals.check_state_function(make, ARGUMENTS)
+    made = called(make)
+    if isinstance(made, State):
+        return made
+    if is_pair(made):
+        return state(*made)
+    kinds = [type(one).__name__ for one in (made if isinstance(made, tuple) else (made,))]
+    what = f"the class {made.__name__}" if isinstance(made, type) else " and ".join(kinds)
+    who = "you passed" if made is make else f"{getattr(make, '__name__', 'a function')} returns"
+    raise TypeError(
+        f"{who} {what}, and not a function that makes a model and its optimizer. {ARGUMENTS}"
+    )
+
+
+def makes_objects(make: PyTree) -> bool:
+    """Whether a function makes objects of nnx, or a state of some; or a value is some, or a class.
+
+    Only shapes are computed. A function that takes arguments is not called.
+    """
+    made = [make]
+    if _state.is_state_function(make) and not isinstance(make, nnx.Pytree | type):
+        if not _refusals.accepts(make, (), {}):
+            return False
+        call = functools.partial(called, make)
+        jax.eval_shape(lambda: made.append(_state.made_by(call)))
+    of_nnx = (State, nnx.Pytree)
+    leaves = jax.tree.leaves(made, is_leaf=lambda one: isinstance(one, of_nnx))
+    return any(
+        isinstance(one, of_nnx) or (isinstance(one, type) and issubclass(one, nnx.Pytree))
+        for one in leaves
+    )
 
 
 def merge(state: State, params: PyTree) -> nnx.Module:

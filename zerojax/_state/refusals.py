@@ -43,8 +43,9 @@ def check_functional(state: object) -> None:
         raise TypeError(
             "this is a Flax nnx model, not a state. Shard it with its optimizer, in place: "
             "zerojax.nnx.shard(model, optimizer, stage=3), or pass a function that makes both. "
-            "Make steps with zerojax.nnx.train_step; zerojax.forecast takes such a step with that "
-            "function. To plan or save the model, pass zerojax.nnx.state(model, optimizer)."
+            "Make steps with zerojax.nnx.train_step; zerojax.forecast takes the loss, or such a "
+            "step, with that function. To plan or save the model, pass zerojax.nnx.state(model, "
+            "optimizer)."
         )
 
 
@@ -111,7 +112,7 @@ MAKER = "Pass the state, or a function with its arguments: lambda: make_state(ke
 
 def check_state_function(state_or_fn: PyTree, remedy: str = MAKER) -> None:
     """Raises for a function that needs arguments in place of one that makes the state."""
-    if _state.is_state_function(state_or_fn) and not _takes(state_or_fn, (), {}):
+    if _state.is_state_function(state_or_fn) and not accepts(state_or_fn, (), {}):
         name = getattr(state_or_fn, "__name__", type(state_or_fn).__name__)
         raise TypeError(
             f"{name} takes arguments, but a function that makes the state takes none. {remedy}"
@@ -210,16 +211,21 @@ def called(
     try:
         return loss_fn(*args, **fields)
     except TypeError as error:
-        if _takes(loss_fn, args, fields):
+        if accepts(loss_fn, args, fields):
             raise  # the error comes from within the loss
         passed = ", ".join([model, "batch", "rng"][: len(args)] + [f"{name}=" for name in fields])
         names = _missing(error)
         others = [name for name in names if not KEY_NAMES.search(name)]
-        if len(args) > 2 and _takes(loss_fn, args[:2], fields):
+        if len(args) > 2 and accepts(loss_fn, args[:2], fields):
             step = "step(state, batch)" if model == "params" else "step(model, optimizer, batch)"
             remedy = (
                 f"This loss takes no random key: leave it out, {step}, or have the loss take it "
                 "after the batch. Pass several arrays as one batch, (x, y)."
+            )
+        elif model != "params" and others:
+            remedy = (
+                f"The loss is loss_fn({passed}) -> loss, or (loss, aux): the step takes its "
+                "gradients, and updates the model by the optimizer."
             )
         elif model != "params" or (names and not others):
             remedy = (
@@ -268,7 +274,7 @@ def _missing(error: TypeError, kind: str = r"[\w-]+") -> list[str]:
     return re.findall(r"'(\w+)'", message[1]) if message else []
 
 
-def _takes(
+def accepts(
     function: Callable[..., PyTree], args: Sequence[PyTree], named: dict[str, PyTree]
 ) -> bool:
     try:

@@ -255,7 +255,7 @@ def is_state_function(state: object) -> bool:
     return isinstance(state, Callable) and not hasattr(state, PARAMS)
 
 
-def _made(make_state: Callable[[], PyTree]) -> PyTree:
+def made_by(make_state: Callable[[], PyTree]) -> PyTree:
     """Calls a user's function; without the mesh that is set, if its axes are the reason for an
     error. Flax constrains a weight over the axes of its annotation, which the mesh may lack."""
     try:
@@ -279,7 +279,7 @@ def state_of(make_state: Callable[[], PyTree]) -> PyTree:
     calls: list[tuple[PyTree, list[bool], list[int]]] = []
 
     def arrays() -> tuple[list[Tracer], list[Tracer]]:
-        leaves, treedef = jax.tree.flatten(_made(make_state))
+        leaves, treedef = jax.tree.flatten(made_by(make_state))
         is_traced = [isinstance(leaf, Tracer) for leaf in leaves]
         traced = [leaf for leaf in leaves if isinstance(leaf, Tracer)]
         # Shapes in place of leaves, which must not outlive this trace.

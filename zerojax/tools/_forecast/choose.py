@@ -17,7 +17,7 @@ from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._progress import working
-from zerojax._state.state import OPT_STATE, PARAMS
+from zerojax._state.state import NNX_FIELDS, OPT_STATE, PARAMS
 from zerojax._step.step import Step
 from zerojax._step.step_options import LAYERS, MICROBATCHES
 from zerojax._table import Printed, Table, human_bytes, human_time
@@ -31,7 +31,6 @@ from zerojax.tools._forecast.forecast import (
     Workload,
     WorkOptions,
     gpu_of,
-    is_of_nnx,
 )
 from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
@@ -332,9 +331,9 @@ def choose(
     Arguments:
         loss_fn, make_state, batch, rng, gpus, tokens, rates, per_host, mutable, tx: as for
             `zerojax.forecast`; of several losses, such as a model with and without
-            `jax.checkpoint`, one is chosen too. A step of `zerojax.nnx.train_step` stands for its
-            loss, with a function that returns a model and its optimizer. The batch stays as it is,
-            so more microbatches have fewer rows each.
+            `jax.checkpoint`, one is chosen too. Of Flax nnx, a function that returns a model and
+            its optimizer; a step of `zerojax.nnx.train_step` stands for its loss. The batch stays
+            as it is, so more microbatches have fewer rows each.
         precision: as for `zerojax.shard_train_state`; quantized ways add to it.
         lossy: whether to look at quantized values, which change the numbers a little.
         axis: what the loss calls the mesh axis over all GPUs. A loss that names it, as "data" too,
@@ -354,10 +353,16 @@ def choose(
         step = zerojax.train_step(loss_fn)
     """
     if isinstance(loss_fn, Step):
+        remedy = (
+            "Pass the loss, with mutable= and tx= where the step has them; to --choose, return "
+            "(loss_fn, make_state, batch), with a TrainState from make_state."
+        )
+        if loss_fn.recipe.mutable == NNX_FIELDS:  # of `pure`
+            remedy = (
+                "Pass the loss of your model, and a function that returns it and its optimizer."
+            )
         raise TypeError(
-            "You passed a step, which already has its options; choose looks for these. Pass the "
-            "loss, with mutable= and tx= where the step has them; to --choose, return (loss_fn, "
-            "make_state, batch), with a TrainState from make_state."
+            f"You passed a step, which already has its options; choose looks for these. {remedy}"
         )
     shared: dict[str, Any] = {"tx": tx, "mutable": mutable, "precision": precision, "axis": axis}
     options = WorkOptions(tokens=tokens, rates=rates, per_host=per_host, **shared)
@@ -366,11 +371,11 @@ def choose(
         rows = " choose splits batches along their first dimension." * ("batch_specs" in work.own)
         raise ValueError(
             "choose takes only the loss and precision= of a step of nnx, and this one is "
-            f"train_step(loss_fn, {', '.join(named)}).{rows} Leave these options out, and add to "
-            "the step that choose prints those that it does not find."
+            f"train_step(loss_fn, {', '.join(named)}).{rows} Leave these options out: choose finds "
+            "accumulate=, order= and regather= itself. Add others to the step that it prints."
         )
     tried = Search(work).run(lossy)
-    return Choice(gpus, work.options, tried, is_nnx=is_of_nnx(loss_fn))
+    return Choice(gpus, work.options, tried, is_nnx=work.is_nnx)
 
 
 def _seconds(case: Case) -> float:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -110,12 +111,12 @@ def forecast(
     """Compiles a training step for GPUs that are not there, at each stage, and counts its cost.
 
     Arguments:
-        loss_fn: as for `zerojax.train_step`; or a dict of several, such as a model with and without
-            `jax.checkpoint`; or a step of `zerojax.train_step`, with all that it was made of; or
-            one of `zerojax.nnx.train_step`. Options that you pass here replace a step's own where
-            they are not the defaults.
-        make_state: a function without arguments that makes the state, or the state's shapes. With a
-            step of nnx, a function that returns a model and its optimizer.
+        loss_fn: as for `zerojax.train_step`, or for `zerojax.nnx.train_step`; or a dict of several,
+            such as a model with and without `jax.checkpoint`; or a step of one of these two, with
+            all that it was made of. Options that you pass here replace a step's own where they are
+            not the defaults.
+        make_state: a function without arguments that makes the state, or the state's shapes. Of
+            Flax nnx, a function that returns a model and its optimizer.
         batch: the global batch of a step, arrays or `jax.ShapeDtypeStruct`s.
         {options}
 
@@ -176,34 +177,69 @@ def is_of_nnx(loss_fn: object) -> bool:
     return hasattr(loss_fn, "_unmade")  # flax.nnx is not imported for those who have none
 
 
+def _by_name(loss_fn: Any) -> dict[str, Any]:
+    """Returns several losses, or one or a step without a name."""
+    if not isinstance(loss_fn, Mapping):
+        return {"": loss_fn}
+    # Each step has a state and options of its own, which losses do not.
+    if named := [name for name, one in loss_fn.items() if is_of_nnx(one) or isinstance(one, Step)]:
+        raise TypeError(
+            f"a dict has several losses, and {named[0]!r} is a step. Pass a step by itself, and "
+            "make one call for each."
+        )
+    return dict(loss_fn)
+
+
+def _in_steps_of_nnx(losses: dict[str, Any], make_state: Any) -> dict[str, NnxStep]:
+    """Returns the losses of a Flax nnx model as steps; of other states, none."""
+    if any(map(is_of_nnx, losses.values())):
+        return losses
+    if "flax.nnx" not in sys.modules:
+        return {}
+    from zerojax import nnx as _nnx
+    from zerojax._state import nnx_state as _nnx_state
+
+    for one in losses.values():
+        if not isinstance(one, Step) and _nnx_state.makes_objects(one):
+            name = getattr(one, "__name__", type(one).__name__)
+            raise TypeError(f"the loss comes first, and you passed {name}. {_nnx_state.ARGUMENTS}")
+        if isinstance(one, Step) and one.recipe.mutable == NNX_FIELDS:
+            return {}  # from `pure`, with a state
+    if not _nnx_state.makes_objects(make_state):
+        return {}
+    if any(isinstance(one, Step) for one in losses.values()):
+        raise TypeError(
+            "a step of zerojax.train_step trains states, and you passed what makes a Flax nnx "
+            f"model. {_nnx_state.ARGUMENTS}"
+        )
+    return {name: _nnx.train_step(one) for name, one in losses.items()}
+
+
 def _taken_apart(
     loss_fn: Any, make_state: Any, rng: PyTree
 ) -> tuple[dict[str, Loss], Any, PyTree, dict[str, Any]]:
     """Returns losses by name, the function that makes a state, a key, and the options of a step.
 
     A step stands for its loss, with the options that are not the defaults. One of nnx comes with a
-    function that makes a model and its optimizer.
+    function that makes a model and its optimizer, and so may a loss.
     """
-    if is_of_nnx(loss_fn):
-        loss_fn, make_state, rng = loss_fn._unmade(make_state, rng)
-    if isinstance(loss_fn, Step):
-        options, usual = loss_fn.recipe.options, TrainOptions()
-        if not options.differentiates:
-            raise TypeError(
-                "a step of eval_step trains nothing, and forecasts are of training steps. Pass the "
-                "loss, or a step of train_step."
-            )
-        names = [field.name for field in dataclasses.fields(options) if field.name != "plan"]
-        own = {k: v for k in names if (v := getattr(options, k)) != getattr(usual, k)}
-        return {"": loss_fn.recipe.loss_fn}, make_state, rng, own
-    losses = loss_fn if isinstance(loss_fn, Mapping) else {"": loss_fn}
-    # Each step has a state and options of its own, which losses do not.
-    if named := [name for name, one in losses.items() if is_of_nnx(one) or isinstance(one, Step)]:
+    losses = _by_name(loss_fn)
+    if steps := _in_steps_of_nnx(losses, make_state):
+        taken = {name: step._unmade(make_state, rng) for name, step in steps.items()}
+        losses = {name: step for name, (step, _, _) in taken.items()}
+        _, make_state, rng = next(iter(taken.values()))
+    first = next(iter(losses.values()), None)
+    if not isinstance(first, Step):
+        return losses, make_state, rng, {}
+    options, usual = first.recipe.options, TrainOptions()
+    if not options.differentiates:
         raise TypeError(
-            f"a dict has several losses, and {named[0]!r} is a step. Pass a step by itself, and "
-            "make one call for each."
+            "a step of eval_step trains nothing, and forecasts are of training steps. Pass the "
+            "loss, or a step of train_step."
         )
-    return dict(losses), make_state, rng, {}
+    names = [field.name for field in dataclasses.fields(options) if field.name != "plan"]
+    own = {k: v for k in names if (v := getattr(options, k)) != getattr(usual, k)}
+    return {name: step.recipe.loss_fn for name, step in losses.items()}, make_state, rng, own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +261,7 @@ class Workload:
         """Makes a workload of a loss, of several, or of a step. Options that are not the defaults
         replace those of the step, except for the fields that its loss updates."""
         gpu_of(gpus, options.rates)
+        losses, make_state, rng, own = _taken_apart(loss_fn, make_state, rng)
         _refusals.check_state_function(
             make_state,
             "The loss comes first, zerojax.forecast(loss_fn, make_state, batch, gpus=...); pass a "
@@ -239,7 +276,6 @@ class Workload:
                 "the batch has no arrays with rows. Pass the global batch of one step, or its "
                 "shapes."
             )
-        losses, make_state, rng, own = _taken_apart(loss_fn, make_state, rng)
         fields = {"mutable": own["mutable"]} if "mutable" in own else {}
         options = dataclasses.replace(options, **own | changed_options(options) | fields)
         return cls(losses, make_state, batch, rng, gpus, options, own)
@@ -247,6 +283,11 @@ class Workload:
     @property
     def gpu(self) -> Gpu:
         return gpu_of(self.gpus, self.options.rates)
+
+    @property
+    def is_nnx(self) -> bool:
+        """Whether its losses take a model of Flax nnx."""
+        return self.options.mutable == NNX_FIELDS
 
     @functools.cached_property
     def mesh(self) -> Mesh:

@@ -37,8 +37,8 @@ GROWS = 1.01  # how much more counts as growth of the throughput of each GPU
 DOUBLINGS = 14
 FIRST_ROWS = 4  # of each microbatch: the search for the largest begins there
 OWN = "(loss_fn, make_state, batch), with a function batch(rows) that returns a global batch"
-# A preset or its name; or a loss and make_state, or a step of nnx and the function that makes its
-# model and optimizer, and a function of the rows of a global batch.
+# A preset or its name; or a loss, or a step of nnx, make_state, and a function of the rows of a
+# global batch.
 Given: TypeAlias = str | Gpt | tuple[Loss | NnxStep, Callable[[], PyTree], Callable[[int], PyTree]]
 
 
@@ -224,9 +224,9 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
 
     Arguments:
         models: presets by name, or a dict of models of your own: a name for each, and `(loss_fn,
-            make_state, batch)`, where `batch(rows)` returns a global batch of so many rows. A step
-            of `zerojax.nnx.train_step` and the function that makes its model and optimizer stand in
-            for the first two.
+            make_state, batch)`, where `batch(rows)` returns a global batch of so many rows. Of Flax
+            nnx, the first two are a loss or a step of `zerojax.nnx.train_step`, and a function that
+            returns a model and its optimizer.
         {options}
 
     Example:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from zerojax.tools._hlo.module import Instruction, Module
 
-ARGUMENT = "argument"
+ARGUMENT, JOINED = "argument", "joined"
 ARITHMETIC = ("reduce-scatter", "all-reduce")  # their labels go through arithmetic
 LABELLED = (*ARITHMETIC, "all-gather")
 MOVED_ON = re.compile(  # these move their first operand
@@ -22,7 +22,7 @@ MOST_PASSES = 8  # over one loop body; its labels settle in fewer
 
 Slot: TypeAlias = tuple[Instruction, int]  # one of an instruction's arrays
 # ARGUMENT, "" and the number of the argument; or a kind of collective, its name and the number of
-# the array.
+# the array; or JOINED, the name of the concatenate, and 0.
 Origin: TypeAlias = tuple[str, str, int]
 # For each array of an instruction its origins; or its buffers, named by the values that allocate
 # them.
@@ -58,11 +58,15 @@ class Lineage:
     An argument keeps its label while it is only moved (sliced, cast, gathered), and in the scope
     `through`; so does the result of an all-gather. The result of a reduction, a gradient, also
     keeps its label through arithmetic between arrays of one size: so optimizers use it.
+
+    XLA:GPU joins the operands of several all-reduces into one flat array, and slices its sum. A
+    slice keeps the labels of what was joined there: `joined` has start, end and labels of each.
     """
 
     def __init__(self, module: Module, through: str) -> None:
         self.module, self.through = module, through
         self.values: dict[Instruction, Sets] = {}
+        self.joined: dict[str, list[tuple[int, int, frozenset[Origin]]]] = {}
         arguments: list[Sets] = [
             [frozenset([(ARGUMENT, "", number)])] * len(parameter.arrays)
             for number, parameter in enumerate(module.parameters)
@@ -81,6 +85,11 @@ class Lineage:
             runs = [self.run(*call) for call in calls]
             labels = [_union(sets) for sets in zip(*runs, strict=True)]
             labels = [*moved[: instruction.first_result], *labels]
+        elif instruction.base in ARITHMETIC and not opcode.endswith("-done"):
+            # A gradient is reduced several times with HSDP: inside a node, then between nodes. XLA
+            # joins these all-reduces into one, whose results are those of its operands in order.
+            kept = [frozenset(x for x in sets if x[0] in (*ARITHMETIC, JOINED)) for sets in moved]
+            labels = [frozenset()] * instruction.first_result + kept
         elif opcode == "all-gather-start":
             labels = moved * 2
         elif opcode in ("slice-start", "dynamic-slice-start", "dynamic-update-slice-start"):
@@ -91,7 +100,9 @@ class Lineage:
         elif opcode == "dynamic-update-slice":
             labels = [_union([*operands[0], *operands[1]])]
         elif opcode == "concatenate":
-            labels = [_union(moved)]
+            labels = [self.join(instruction, moved)]
+        elif opcode == "slice":
+            labels = [self.cut(instruction, moved[0])]
         elif MOVED_ON.fullmatch(opcode) or opcode in SPREADS:
             # XLA joins several all-gathers into one, with an operand for each.
             labels = moved if opcode == "all-gather" or not operands else operands[0]
@@ -105,9 +116,29 @@ class Lineage:
                 labels[first + at] |= {(instruction.base, instruction.name, at)}
         return labels
 
+    def join(self, instruction: Instruction, parts: Sets) -> frozenset[Origin]:
+        """Joins labels, and notes where each operand is in an array of one dimension."""
+        labels = _union(parts)
+        if len(instruction.arrays[0].dims) != 1:
+            return labels
+        ends = [*itertools.accumulate(one.arrays[0].size for one in instruction.operands)]
+        self.joined[instruction.name] = [*zip([0, *ends], ends, parts, strict=False)]
+        return labels | {(JOINED, instruction.name, 0)}
+
+    def cut(self, instruction: Instruction, labels: frozenset[Origin]) -> frozenset[Origin]:
+        """Leaves out the labels of what was joined elsewhere than in this slice."""
+        bounds = re.search(r"slice=\{\[(\d+):(\d+)", instruction.attributes)
+        for origin in [one for one in labels if one[0] == JOINED]:
+            parts, labels = self.joined[origin[1]], labels - {origin}
+            if bounds and instruction.operands[0].arrays[0].dims == (parts[-1][1],):
+                first, last = map(int, bounds.groups())
+                here = (x for start, end, x in parts if start < last and first < end)
+                labels -= _union(x for _, _, x in parts) - _union(here)
+        return labels
+
     def computed(self, instruction: Instruction, operands: list[Sets]) -> frozenset[Origin]:
         """Joins the labels of the operands that have the result's size; scalars have none."""
-        kinds = {*ARITHMETIC, *([ARGUMENT] if self.through in instruction.op_name else [])}
+        kinds = {*ARITHMETIC, JOINED, *([ARGUMENT] if self.through in instruction.op_name else [])}
         size = instruction.arrays[0].size if instruction.arrays else 0
         pairs = zip(instruction.operands, operands, strict=True)
         each = (pair for one, sets in pairs for pair in zip(one.arrays, sets, strict=False))

@@ -28,6 +28,7 @@ from zerojax._plan.padding import on_host
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats, seen_in
 from zerojax._plan.roles import CODED, CORRECTION, SCALES, roles_of
+from zerojax._progress import working
 from zerojax._state import state as _state
 from zerojax._state.state import PARAMS
 from zerojax._step.step import Recipe, grad_norm
@@ -193,6 +194,8 @@ class Reference:
         """
         split = self.split if split is None else split
         ways = math.prod(split.values())
+        batch = f"{ways} parts of the batch" if ways > 1 else "the whole batch"
+        doing = f"verify: replaying {batch} on one device"
         leaves, treedef = jax.tree.flatten(self.args if args is None else args)
         pairs = list(zip(leaves, self.roles if roles is None else roles, strict=True))
         widens = self.computes_narrow and not differentiate
@@ -207,7 +210,8 @@ class Reference:
         shapes = seen_in([full, *treedef.unflatten(shapes)], compute, self.precision.param)
         loss_fn = with_fields(self.recipe.loss_fn, self.state, names)
         over, explicit = (mesh, tuple(split)), self.plan.explicit_mesh
-        traced = trace_loss(loss_fn, shapes, None, *over, names, explicit=explicit)
+        with working(doing):
+            traced = trace_loss(loss_fn, shapes, None, *over, names, explicit=explicit)
         closed_over = self.moved(traced.closed_over)
         share, factor = exact_share(ways)
 
@@ -227,7 +231,8 @@ class Reference:
         run = jax.jit(functools.partial(run, mean_loss, split, differentiate))
         # The types of arrays that were traced for a mesh name that mesh, or one replayed earlier
         # (JAX caches inner calls). Arrays of two meshes cannot be added.
-        losses, aux, grads = self.moved(run(floats, same, parts))
+        with working(doing):
+            losses, aux, grads = self.moved(run(floats, same, parts))
         if grads is not None:
             trained = {i: i in grads and not leaf.frozen for i, leaf in enumerate(self.plan.params)}
             grads = paramdef.unflatten(

@@ -24,6 +24,7 @@ from zerojax._kernel.travel import names_in
 from zerojax._loss import batch as _batch
 from zerojax._plan import planner as _planner
 from zerojax._plan.plan import Plan, check_plan
+from zerojax._progress import working
 from zerojax._state import state as _state
 from zerojax._state.state import state_of
 from zerojax._step.step import Step, train_step
@@ -74,7 +75,8 @@ def rehearsal(step: Any, source: PyTree, batch: PyTree, rng: PyTree, plan: Plan)
     sizes = [", ".join(f"{axis}={n}" for axis, n in one.shape.items()) for one in (plan.mesh, mesh)]
     notes.insert(0, f"Ran on {sizes[1]} in place of {sizes[0]}, with the placements of that plan.")
     state = small.place(source)
-    found, sent = _collectives(step, here, plan, small, state, args)
+    with working(f"verify: tracing the step for {plan.size} devices"):
+        found, sent = _collectives(step, here, plan, small, state, args)
     return Rehearsal(plan, small, here, state, args, [*checks, *found], [*notes, *sent])
 
 

@@ -14,6 +14,7 @@ from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields, without_fields
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan
+from zerojax._progress import working
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step.grad import loss_and_grads
 from zerojax._step.step import Recipe, grad_norm
@@ -128,11 +129,13 @@ def _compared(
     for value, what in zip(args, ("batch", "rng"), strict=False):
         _refusals.check_values(value, what)
     plan = _plan_of(state, recipe)
-    with _mesh.unset():
+    with _mesh.unset(), working("verify: copying the state to one device"):
         reference = Reference(recipe, plan, state, args, device)
-    # As the step may donate its arguments, it gets copies.
-    copied = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, (state, *args))
-    result = jax.block_until_ready(step(*copied))
+    on_all = f"on {plan.mesh.size} device{'s' * (plan.mesh.size > 1)}"
+    with working(f"verify: running the step {on_all}"):
+        # As the step may donate its arguments, it gets copies.
+        copied = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, (state, *args))
+        result = jax.block_until_ready(step(*copied))
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(
             f"the step returned a {type(result).__name__}. verify takes steps that return (new "
@@ -142,7 +145,9 @@ def _compared(
     metrics = dict(metrics) if isinstance(metrics, Mapping) else {"loss": metrics}
     grads = metrics.get("grads")
     if like is None:
-        grads = jax.jit(lambda *args: _gradients(recipe, plan, *args))(state, args)
+        with working(f"verify: computing the step's gradients {on_all}"):
+            grads = jax.jit(lambda *args: _gradients(recipe, plan, *args))(state, args)
+            grads = jax.block_until_ready(grads)
     with _mesh.unset():
         parts = reference.replay()
         relative = reference.tolerance(parts) if tolerance is None else tolerance
@@ -198,11 +203,12 @@ def _verified(
         reference.split = reference.in_one
         parts = reference.replay()
         comparison = dataclasses.replace(comparison, right=parts)
-    report.checks += [
-        *_metric_checks(comparison),
-        *comparison.gradient_checks(parts.grads),
-        *comparison.state_checks(*comparison.wanted),
-    ]
+    with working("verify: comparing gradients and the new state"):
+        report.checks += [
+            *_metric_checks(comparison),
+            *comparison.gradient_checks(parts.grads),
+            *comparison.state_checks(*comparison.wanted),
+        ]
     if any(check.is_wrong or check.copies_differ for check in report.checks):
         report.causes += _causes.of_the_step(comparison, report.checks)
     report.notes += _notes(comparison)
