@@ -9,6 +9,7 @@ import pytest
 import zerojax
 from tests import steps
 from tests.stored import stored
+from zerojax.tools._hlo.schedule import Sent, Span
 
 
 def test_audits_in_notebooks_name_cells_by_their_lines():
@@ -128,6 +129,23 @@ def test_plot_writes_a_picture(tmp_path):
     # One thing runs after another, and the later runs of a loop take no room.
     drawn = sum(s.end - s.start for s in report.replay.spans if s.stream != "exposed")
     assert axes.get_xlim()[1] == pytest.approx(1e3 * drawn) and drawn < report.step_seconds
+    plt.close(figure)
+
+
+def test_a_timeline_says_how_long_it_waits_for_the_host_and_labels_short_loops():
+    pytest.importorskip("matplotlib").use("agg")
+    import matplotlib.pyplot as plt
+
+    report = zerojax.audit(steps.row("stage3").compiled, gpu="H100")
+    copies = [Sent(None, "copy.1", "to the device", 2**20, False, exposed=0.25)]
+    spans = [Span(0, 1e-6, "a", "compute", 3), Span(1e-6, 1, "b", "compute", 1)]
+    replay = dataclasses.replace(report.replay, transfers=copies, spans=spans)
+    figure = dataclasses.replace(report, replay=replay).plot()
+    (axes,) = figure.axes
+    figure.canvas.draw()
+    assert " exposed, 250.0 ms waiting for the host\n" in axes.get_title()
+    (label,) = (t for t in axes.texts if t.get_text() == "x 3")
+    assert label.get_window_extent().x0 > axes.get_window_extent().x0
     plt.close(figure)
 
 

@@ -53,6 +53,22 @@ def test_a_step_needs_three_times_the_forward(options):
     assert zerojax.tools.step_flops(step, plan.place(make_state), BATCH) == 3 * FORWARD
 
 
+@pytest.mark.parametrize("of_plan", [True, False])
+def test_a_loss_that_needs_its_inputs_in_16_bits_is_counted_in_them(of_plan):
+    """Its layer returns what `scan` carries only if parameters and batch are as narrow."""
+
+    def narrow_loss(params, batch, *, shift):
+        layer = lambda x, w: (x @ w + batch, None)
+        x, _ = lax.scan(layer, batch.astype(jnp.bfloat16), params["w"])
+        return jnp.mean(x), {"shift": shift}
+
+    precision = zerojax.Precision(compute="bfloat16")
+    plan = zerojax.plan(make_state, tx=TX, precision=precision if of_plan else None)
+    given = {"tx": TX, "mutable": ("shift",), "precision": None if of_plan else precision}
+    step = zerojax.train_step(narrow_loss, plan=plan, **given)
+    assert zerojax.tools.step_flops(step, plan.abstract(), BATCH) == 3 * FORWARD
+
+
 def test_peak_flops_is_of_all_devices_or_unknown():
     peak = lambda *kinds: zerojax.tools.peak_flops(
         [types.SimpleNamespace(device_kind=k) for k in kinds]

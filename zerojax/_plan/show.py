@@ -44,7 +44,7 @@ REASON = "why not sharded"
 RARE = "padded to", "kept as", "memory", "sent as", "not in the mesh"
 LEAST_ALIKE = 3  # leaves that share a row of the table
 LEAVES, DEVICES = 16, 8  # at most, in a picture
-LONGEST_PATH = 34  # unless it takes more to tell two apart
+LONGEST_PATH = 36  # unless it takes more to tell two apart
 Bounds = list[tuple[int, int]]  # of a part of a leaf, by dimension
 
 

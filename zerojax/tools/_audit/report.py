@@ -55,6 +55,7 @@ TIMELINE_COLOURS = {
 }
 # Of the schedule's streams; those below are of programs that have copies.
 LANES = {"compute": 2, "collectives": 1, "exposed": 0, TO_DEVICE: -1, TO_HOST: -2}
+LABEL = 0.04  # half of a loop's label in a timeline, as a share of the timeline's width
 
 
 class Report(Printed, Measurement):
@@ -148,6 +149,7 @@ class Report(Printed, Measurement):
         figure, axes = _figures.panels(2.8)
         spans = drawn_once([span for span in self.replay.spans if span.stream != IN_HOST])
         lanes = {name: at for name, at in LANES.items() if at >= 0 or self.replay.transfers}
+        end = 1e3 * max(span.end for span in spans)
         drawn: dict[str, list[Span]] = collections.defaultdict(list)
         for span in spans:
             what = span.kind or span.stream
@@ -163,18 +165,21 @@ class Report(Printed, Measurement):
                 inside = list(group)
                 first, last = 1e3 * inside[0].start, 1e3 * max(span.end for span in inside)
                 axes.plot([first, last], [2.55, 2.55], color="black", linewidth=1)
-                axes.text((first + last) / 2, 2.6, f"x {trips}", ha="center", va="bottom")
+                middle = max((first + last) / 2, LABEL * end)  # not across the axis
+                axes.text(middle, 2.6, f"x {trips}", ha="center", va="bottom")
         axes.set_yticks(list(lanes.values()), list(lanes))
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
         looped = any(span.trips > 1 for span in spans)
         axes.set_xlabel("ms, each loop drawn once (x: how often it runs)" if looped else "ms")
         caveat = self.caveat and f"\n({self.caveat})"
+        waits = f", {human_time(self.replay.waited)} waiting for the host"
+        waits *= bool(self.replay.transfers)
         axes.set_title(
             f"modelled step {human_time(self.replay.step)} on {self.devices} x {self.gpu.name}, "
-            f"{human_time(self.replay.exposed)} exposed{caveat}"
+            f"{human_time(self.replay.exposed)} exposed{waits}{caveat}"
         )
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlim(0, 1e3 * max(span.end for span in spans))
+        axes.set_xlim(0, end)
         axes.set_ylim(min(lanes.values()) - 0.6, 2.9)
         return _figures.finished(figure, path)
 

@@ -10,9 +10,11 @@ from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields
 from zerojax._loss.trace import traced_where_it_can_be, with_absent
 from zerojax._plan.plan import Plan
+from zerojax._plan.precision import Precision, cast_floats
 from zerojax._state import state as _state
 from zerojax._state.packed import weights_of
 from zerojax._step.step import Step
+from zerojax._step.step_options import precision_of
 from zerojax._types import Device, PyTree
 from zerojax.tools import _flops
 from zerojax.tools._hlo import gpus as _known
@@ -42,8 +44,10 @@ def step_flops(step: Step, state: PyTree, batch: PyTree, rng: PyTree = None) -> 
             "step_flops(step, state, batch); with nnx "
             "step_flops(*step.pure(model, optimizer, batch))."
         )
-    plan = find_plan(state, step.recipe.plan)
-    return needed_flops(step.recipe.loss_fn, plan, batch, rng, step.recipe.mutable)
+    recipe = step.recipe
+    plan = find_plan(state, recipe.plan)
+    given = recipe.mutable, recipe.options.precision
+    return needed_flops(recipe.loss_fn, plan, batch, rng, *given)
 
 
 def peak_flops(devices: Sequence[Device] | None = None) -> float | None:
@@ -62,10 +66,17 @@ def peak_flops(devices: Sequence[Device] | None = None) -> float | None:
 
 
 def needed_flops(
-    loss_fn: Callable[..., PyTree], plan: Plan, batch: PyTree, rng: PyTree, mutable: Sequence[str]
+    loss_fn: Callable[..., PyTree],
+    plan: Plan,
+    batch: PyTree,
+    rng: PyTree,
+    mutable: Sequence[str],
+    precision: Precision | None = None,
 ) -> float:
     """Counts three times the FLOPs of forward's matmuls over the global batch: the step does not
     need those that backward computes again."""
+    # A loss may need its inputs in this dtype: its `scan` carries what a layer returns.
+    compute = precision_of(plan, precision).compute
 
     def counted(mesh: AbstractMesh) -> float:
         def forward(state: PyTree, *args: PyTree) -> PyTree:
@@ -75,7 +86,8 @@ def needed_flops(
                 seen = map(plan.seen_by_loss, plan.params)
                 params = [typed(v, leaf.sharding) for v, leaf in zip(params, seen, strict=True)]
             params = weights_of(treedef.unflatten(params))
-            return with_fields(loss_fn, logical, mutable)(params, *args)
+            inputs = cast_floats([params, *args], compute)
+            return with_fields(loss_fn, logical, mutable)(*inputs)
 
         traced = jax.make_jaxpr(forward, axis_env=sizes)(*shapes)
         return 3 * _flops.jaxpr_flops(traced.jaxpr)
