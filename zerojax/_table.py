@@ -24,6 +24,7 @@ TEXT = str | bool  # what is aligned at the left
 Cell = TEXT | float | None  # numbers have a format; None is printed as "-"
 GAP = 2  # spaces between columns
 LEAST_WIDTH = 18  # characters that a flexible column keeps, if it has as many
+NUMBER = re.compile(r"\d+(?=/|$)")  # at the end of a part of a path
 
 _FITS = contextvars.ContextVar("fits", default=False)
 # Whole words, so that a command can be copied.
@@ -54,6 +55,24 @@ def human_time(seconds: Number) -> str:
         if seconds >= size:
             return f"{seconds / size:.{1 if seconds / size < 1000 else 0}f} {unit}"
     return f"{seconds * 1e6:.1f} µs" if seconds else "0 µs"
+
+
+def in_runs(paths: Iterable[str]) -> list[str]:
+    """Writes paths that differ in their first number, which counts layers, as one: h/{0..3}/up."""
+    numbers: dict[tuple[str, str], set[int]] = {}
+    for path in paths:
+        if found := NUMBER.search(path):
+            ends = path[: found.start()], path[found.end() :]
+            numbers.setdefault(ends, set()).add(int(found[0]))
+        else:
+            numbers[path, ""] = set()
+    joined = []
+    for (before, after), of in numbers.items():
+        first, last = min(of, default=0), max(of, default=0)
+        is_run = 1 < len(of) == last - first + 1
+        each = [f"{{{first}..{last}}}"] if is_run else sorted(of) or [""]
+        joined += [f"{before}{number}{after}" for number in each]
+    return joined
 
 
 def shortened(words: Sequence[str], width: int) -> list[str]:

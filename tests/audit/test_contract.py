@@ -102,6 +102,27 @@ def test_parameters_gathered_too_often():
     assert "or a gather inside a loop that does not need it there" in line
 
 
+def test_layers_that_are_alike_share_a_finding():
+    """Layers in a Python loop have weights of their own, and as many lines would hide the rest."""
+    params = {"h": [jnp.zeros((64, 64))] * 3}
+    tx = optax.sgd(0.1)
+    make = lambda: TrainState.create(apply_fn=None, params=params, tx=tx)
+    plan = zerojax.plan(make, stage=3)
+    rows = zerojax.aot.batch(jnp.zeros((1024, 64)), plan)
+    run = lambda params, x: jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), params["h"], x))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def annotated(state, x):
+        return plan.constrain(state.apply_gradients(grads=jax.grad(run)(state.params, x)))
+
+    report = zerojax.audit(annotated, plan.abstract(), rows, plan=plan)
+    broken(report, r"the full gradient of params/h/\{0..2\} \(f32\[64,64\]\)")
+    assert "params/h/{0..2}" in {sent.serves for sent in report.traffic}
+    step = zerojax.train_step(run, accumulate=4)
+    report = zerojax.audit(step, plan.abstract(), rows, plan=plan, accumulate=1)
+    broken(report, r"^params/h/\{\d..2\} is gathered \d times a step")
+
+
 def test_a_state_that_cannot_be_recognized():
     row = steps.row("stage3")
     text = row.text.replace("state.params", "given[0].params")

@@ -83,5 +83,7 @@ def test_it_draws_memory_to_its_peak_and_times_to_the_step():
             bars = [bar for bar in axes.patches if round(bar.get_y() + 0.4) == row]
             assert max(bar.get_x() + bar.get_width() for bar in bars) == pytest.approx(end)
     assert [t.get_text() for t in memory.texts] == [" 100.0, does not fit", " 30.0"]
+    (line,) = memory.lines
+    assert all(t.get_bbox_patch() and t.zorder > line.zorder for t in memory.texts)
     assert figure.get_suptitle().endswith("64xH100, compiled; all over gpu")
     assert not overlapping(figure)

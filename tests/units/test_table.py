@@ -84,6 +84,19 @@ def test_shortened_words_keep_their_ends_and_stay_different():
     assert _table.told_apart([], 4) == []
 
 
+@pytest.mark.parametrize(
+    ("paths", "written"),
+    [
+        (["h/1/up", "h/0/up", "head", "h/2/up", "h/0/up"], ["h/{0..2}/up", "head"]),
+        (["block_9/w", "block_10/w", "block_9/b"], ["block_{9..10}/w", "block_9/b"]),
+        (["h/0/up", "h/2/up"], ["h/0/up", "h/2/up"]),
+        (["h/0/norms/0", "h/0/norms/1", "h/1/norms/1"], ["h/0/norms/0", "h/{0..1}/norms/1"]),
+    ],
+)
+def test_layers_are_written_as_one_path(paths, written):
+    assert _table.in_runs(paths) == written
+
+
 def test_text_wraps_where_it_has_to_fit(drawn, monkeypatch):
     line = "all-gather moves params/a_long_name_of_a-module/kernel, twice the bytes"
     drawn(None)

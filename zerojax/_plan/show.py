@@ -14,10 +14,9 @@ from zerojax._plan.encodings import FEWEST
 from zerojax._plan.layout import Layout
 from zerojax._plan.precision import is_float
 from zerojax._plan.roles import CODED, CORRECTION, SCALES, WIDE, roles_of
-from zerojax._state.hints import NUMBER
 from zerojax._state.packed import LEAST_RUN, MOST_RUN, coding_for, codings_of
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
-from zerojax._table import Cell, Table, human_bytes, told_apart
+from zerojax._table import NUMBER, Cell, Table, human_bytes, told_apart
 from zerojax._types import Device
 from zerojax._wire.codecs import QuantizedWire, codec_of, rules_of
 

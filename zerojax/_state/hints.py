@@ -6,7 +6,6 @@ those in force (`nn.logical_axis_rules`).
 """
 
 import collections
-import re
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -16,9 +15,9 @@ from jax.sharding import PartitionSpec
 
 from zerojax._kernel.travel import Entry, names_in
 from zerojax._state.state import PARAMS, Leaf, finds, leaves_with_paths, matching, path_name
+from zerojax._table import NUMBER
 from zerojax._types import PyTree, Shape
 
-NUMBER = re.compile(r"\d+(?=/|$)")  # at the end of a part of a path
 MOST_LAYERS = 256  # a longer first dimension counts something else
 
 

@@ -13,7 +13,7 @@ from zerojax._kernel.pieces import common_path
 from zerojax._kernel.places import Axes, axes_size, beyond
 from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
-from zerojax._table import human_bytes
+from zerojax._table import human_bytes, in_runs
 from zerojax._wire import codecs as _codecs
 from zerojax.tools._audit.measurement import Measurement
 from zerojax.tools._hlo import flow as _flow
@@ -87,16 +87,17 @@ def _exchanges(report: Measurement) -> Iterator[str]:
 
 def _all_reduces(report: Measurement, leaves: Leaves) -> Iterator[str]:
     plan = report.plan
+    whole: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for one, part in _arrays(report, "all-reduce"):
         leaf = _gradient_in(part, leaves)
         # Shards of gradients are summed over the devices that update the same one.
         if plan and leaf and not _is_within(one, beyond(plan.batch_axes, leaf.update.axes)):
-            yield (
-                f"all-reduce {one.name} sums the full gradient of {leaf.path} ({part}); stage "
-                f"{plan.stage} promises a reduce-scatter, half the bytes. Take gradients with "
-                "zerojax.value_and_grad or zerojax.train_step, and use no psum or pmean of "
-                "gradients of your own."
+            remedy = (
+                f"({part}); stage {plan.stage} promises a reduce-scatter, half the bytes. Take "
+                "gradients with zerojax.value_and_grad or zerojax.train_step, and use no psum or "
+                "pmean of gradients of your own."
             )
+            whole[one.name, remedy].append(leaf.path)
         elif plan and not leaves and part.paths:
             continue  # stage 0; XLA may join gradients
         elif part.nbytes > _most_reduced(part, plan):
@@ -105,6 +106,9 @@ def _all_reduces(report: Measurement, leaves: Leaves) -> Iterator[str]:
                 "larger than any statistic a loss should reduce. Look for activations summed over "
                 "the data axis, or weights sharded without a gather."
             )
+    for (name, remedy), paths in whole.items():
+        for path in in_runs(paths):
+            yield f"all-reduce {name} sums the full gradient of {path} {remedy}"
 
 
 def _reduced(report: Measurement, leaves: Leaves) -> Iterator[str]:
@@ -166,6 +170,7 @@ def _gathers(report: Measurement, plan: Plan, leaves: Leaves) -> Iterator[str]:
                 "dimension counts something other than layers, name the stacks that there are: "
                 "zerojax.plan(..., stacked='<their paths>')."
             )
+    often: dict[str, list[str]] = collections.defaultdict(list)
     for (path, far), count in times.items():
         leaf = leaves[path]
         passes = 1 if far else 2 * report.accumulate if leaf.near.dim is not None else 0
@@ -173,12 +178,14 @@ def _gathers(report: Measurement, plan: Plan, leaves: Leaves) -> Iterator[str]:
         most = passes * (1 + 1 / trips[path] if prefetches else 1)
         over = f" over {' x '.join(far)}" if far and leaf.near.axes else ""
         if count > most + 0.01:
-            yield (
-                f"{common_path([one.path for one in together[path]])} is gathered {count:.3g} "
-                f"times a step{over}; stage {plan.stage} promises at most {most:.3g}. Look for "
-                "uses in several jax.checkpoint regions, or a gather inside a loop that does not "
-                "need it there."
+            found_to_be = (
+                f"gathered {count:.3g} times a step{over}; stage {plan.stage} promises at most "
+                f"{most:.3g}. Look for uses in several jax.checkpoint regions, or a gather inside "
+                "a loop that does not need it there."
             )
+            often[found_to_be].append(common_path([one.path for one in together[path]]))
+    for found_to_be, paths in often.items():
+        yield from (f"{path} is {found_to_be}" for path in in_runs(paths))
 
 
 def _dtypes(report: Measurement, leaves: Leaves) -> Iterator[str]:

@@ -223,6 +223,8 @@ class Forecast(Printed):
         """Draws memory and step time of each case with matplotlib; saves the figure to `path`."""
         figure, (memory, times) = _figures.panels(1.6 + 0.38 * len(self.cases), 3, 2)
         draw_memory(memory, self.cases, self.gpu.usable)
+        for note in memory.texts:  # which the line of what is usable may cross
+            note.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0})
         _draw_times(times, self.cases)
         names = []
         for case in self.cases:
