@@ -213,16 +213,25 @@ class Llama:
         window = self.window and (self.window - 1, 0)
         q, k = self.rotated(q), self.rotated(k)
         out = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=window)
-        return jnp.einsum("rthd,hdo->rto", out, p["proj"])
+        return self.times(out, p, "proj")
+
+    def times(self, x, p, name):
+        """Multiplies by a matrix of a layer, which may rest in codes or have an adapter."""
+        y = jnp.tensordot(x, zerojax.manual.dequantized(p[name]), x.ndim - 2)
+        if name in (adapters := p.get("lora", {})):
+            flat, adapter = x.reshape(*x.shape[:2], -1), adapters[name]
+            y += (flat @ adapter["a"] @ adapter["b"]).reshape(y.shape)
+        return y
 
     def heads(self, h, p):
-        q, k, v = (jnp.einsum("rti,ihd->rthd", h, p[name]) for name in "qkv")
+        q, k, v = (self.times(h, p, name) for name in "qkv")
         if "q_norm" in p:
             q, k = self.norm(q, p["q_norm"]), self.norm(k, p["k_norm"])
         return q, k, v
 
     def fed(self, h, p):
-        return (self.activation(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+        gate, up = self.times(h, p, "gate"), self.times(h, p, "up")
+        return self.times(self.activation(gate) * up, p, "down")
 
     def norm(self, x, scale):
         wide = x.astype(jnp.float32)
@@ -338,7 +347,7 @@ class Gemma3(Qwen3):
         mask = ((back >= 0) & (back < window))[None, None]
         scale = self.config["query_pre_attn_scalar"] ** -0.5
         out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale)
-        return jnp.einsum("rthd,hdo->rto", out, p["proj"])
+        return self.times(out, p, "proj")
 
 
 class DeepSeek(Llama):

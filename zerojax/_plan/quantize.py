@@ -37,7 +37,9 @@ def quantized(
 
     Arguments:
         state: any state that `zerojax.plan` takes, or a tree of parameters. For models too large
-            for one device, call this in the function that makes the state.
+            for one device, call this in the function that makes the state, which then has all
+            weights before it has codes. Of shapes, it returns the shapes of codes: a state for
+            files to fill can begin with zeros of these.
         codes: "nf4" (the levels of QLoRA), "int4" or "int8". A weight then takes 4.25 or 8.25 bits.
         where: a pattern of the paths of weights, such as "kernel"; default, all matrices, those of
             stacks of layers among them, that the optimizer of the state does not update.
@@ -159,8 +161,9 @@ def _with_params(state: PyTree, params: PyTree) -> PyTree:
 def dequantized(tree: PyTree) -> PyTree:
     """Returns a tree with the weights in place of their codes, for a model that you call yourself.
 
-    Inside `jax.jit` XLA decodes them where they are used. Outside, the weights take their full
-    bytes, as each device has them: sharded, if the codes are.
+    Inside `jax.jit` XLA decodes them where they are used; a stack of layers is decoded a layer at a
+    time only if this is called in the body of its loop. Outside, the weights take their full bytes,
+    as each device has them: sharded, if the codes are.
 
     Example:
         >>> params = zerojax.quantized({"w": jnp.ones((4, 64))}, "int8")
