@@ -14,6 +14,8 @@ import zerojax
 from examples import lora_hf, models_hf
 from tests.test_models_hf import SMALL, model_of
 
+pytestmark = pytest.mark.ci
+
 CONFIG = {"model_type": "llama", "vocab_size": 33, "hidden_size": 32, "num_hidden_layers": 2}
 CONFIG |= {"intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
 CONFIG |= {"rms_norm_eps": 1e-5, "head_dim": 36}  # 8 devices pad the adapters of q, k and v

@@ -97,6 +97,16 @@ def test_an_array_of_that_shape_leaves_with_all_its_rows(padded, tmp_path):
     assert kernel_in(tmp_path / "ones") == kernel_in(tmp_path / "zeros") == (104, 17)
 
 
+def test_a_state_knows_that_zeros_of_that_shape_are_its_own(padded, tmp_path):
+    like, zeros = padded.params["head"]["kernel"], {"w": jnp.zeros((104, 17))}
+    state = TrainState.create(apply_fn=None, params=zeros, tx=TX)
+    state = zerojax.shard_train_state(state, stage=3)
+    assert state.params["w"].sharding == like.sharding
+    export_safetensors(tmp_path / "state", state)
+    export_safetensors(tmp_path / "plan", state.params, plan=state.tx.plan)
+    assert kernel_in(tmp_path / "state") == kernel_in(tmp_path / "plan") == (104, 17)
+
+
 # -- meshes and batches
 
 

@@ -69,7 +69,7 @@ def outgoing(
             f"there is nothing to {verb}: you passed a {type(state).__name__} without parameters. "
             "Pass a state, or a tree of parameters."
         )
-    check_ends(leaves, shapes, verb)
+    check_ends(leaves, state, plan, verb)
     names = {} if names is None else names
     values, sizes, codings = {}, {}, {}
     for leaf, coding in zip(leaves, codings_of(tree), strict=True):

@@ -10,7 +10,7 @@ means depend on them.
 """
 
 import functools
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -173,12 +173,16 @@ def remember(plan: Layout) -> None:
             _LOOKS[key] = max(_LOOKS.get(key, leaf), leaf, key=lambda each: each.shape)
 
 
-def check_ends(leaves: Iterable[_state.Leaf], known: Container[str], verb: str) -> None:
-    """Raises for an array that looks padded by a plan of this process, but for those in `known`.
+def check_ends(
+    leaves: Iterable[_state.Leaf], state: PyTree, plan: Layout | None, verb: str
+) -> None:
+    """Raises for an array that looks padded by a plan of this process, but is in no known plan.
 
     It has the shape and sharding of an array that a plan pads, and zeros at its end: padding is
     always zero, and trained weights are not.
     """
+    layout = _carried.carried_plan(state) or plan
+    known = {_param_name(leaf) for leaf in (layout.params if layout else ())}
     for leaf in leaves:
         value = leaf.value
         if leaf.name in known or not isinstance(value, jax.Array):
@@ -231,7 +235,11 @@ def padded_param_shapes(params: PyTree, state: PyTree, plan: Any = None) -> dict
         plan.check_params(params)
         layout = plan
     leaves = [] if layout is None else layout.params
-    return _padded(params, {leaf.path.partition("/")[2]: leaf for leaf in leaves})
+    return _padded(params, {_param_name(leaf): leaf for leaf in leaves})
+
+
+def _param_name(leaf: LeafPlan) -> str:
+    return leaf.path.partition("/")[2]
 
 
 def _has_plan(node: object) -> bool:

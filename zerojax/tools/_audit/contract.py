@@ -178,14 +178,14 @@ def _gathers(report: Measurement, plan: Plan, leaves: Leaves) -> Iterator[str]:
         most = passes * (1 + 1 / trips[path] if prefetches else 1)
         over = f" over {' x '.join(far)}" if far and leaf.near.axes else ""
         if count > most + 0.01:
-            found_to_be = (
+            finding = (
                 f"gathered {count:.3g} times a step{over}; stage {plan.stage} promises at most "
                 f"{most:.3g}. Look for uses in several jax.checkpoint regions, or a gather inside "
                 "a loop that does not need it there."
             )
-            often[found_to_be].append(common_path([one.path for one in together[path]]))
-    for found_to_be, paths in often.items():
-        yield from (f"{path} is {found_to_be}" for path in in_runs(paths))
+            often[finding].append(common_path([one.path for one in together[path]]))
+    for finding, paths in often.items():
+        yield from (f"{path} is {finding}" for path in in_runs(paths))
 
 
 def _dtypes(report: Measurement, leaves: Leaves) -> Iterator[str]:
