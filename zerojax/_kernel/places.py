@@ -19,7 +19,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -95,7 +94,7 @@ def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str
             raise ValueError(
                 f"groups= shards {kind} over {over[kind]}, but the batch is split over {axes}, "
                 f"with no axis {unknown[0]!r}. Name one of those, or pass a mesh that has it, "
-                f"mesh={call_for_levels()}; if you pass axis=, name it there too."
+                "mesh=zerojax.mesh(node=2, gpu=-1); if you pass axis=, name it there too."
             )
     for inner, outer in itertools.pairwise(KINDS):
         if missing := beyond(over[inner], over[outer]):
@@ -110,14 +109,6 @@ def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str
     for kind in KINDS:
         order += tuple(a for a in fastest_first if a in over[kind] and a not in order)
     return Groups(**{kind: tuple(a for a in order if a in names) for kind, names in over.items()})
-
-
-def call_for_levels() -> str:
-    """Returns, for a message, the call that makes a mesh of two levels of all devices."""
-    count, local = jax.device_count(), jax.local_device_count()
-    fewer = (count // n for n in range(2, count) if count % n == 0)
-    gpus = local if 1 < local < count and count % local == 0 else next(fewer, count)
-    return f"zerojax.mesh(node={count // gpus}, gpu={gpus})"
 
 
 def as_names(names: object) -> Axes | None:

@@ -8,15 +8,7 @@ from typing import Self
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from zerojax._kernel.places import (
-    Axes,
-    Groups,
-    LeafPlan,
-    axes_size,
-    beyond,
-    by_layer,
-    call_for_levels,
-)
+from zerojax._kernel.places import Axes, Groups, LeafPlan, axes_size, beyond, by_layer
 from zerojax._kernel.travel import names_in
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
@@ -176,7 +168,7 @@ class Layout:
             raise ValueError(
                 f"regather={regather} names {unknown[0]!r}, and the batch is split over "
                 f"{self.batch_axes}. Name the fast axis of a mesh of levels, such as 'gpu' of "
-                f"{call_for_levels()}, or pass True or False."
+                "zerojax.mesh(node=2, gpu=-1), or pass True or False."
             )
         if not over:
             return self
