@@ -53,6 +53,12 @@ class Lora:
 
     def dims(self):
         base, lora = self.model.dims(), {}
+        experts = {"gate", "up", "down"} if "router" in base["layers"] else set()
+        if wrong := [name for name in self.targets if name not in {*MATRICES} - experts]:
+            raise ValueError(
+                f"{wrong[0]!r} can have no adapter: targets= takes some of {MATRICES}, and of a "
+                f"model with experts only {MATRICES[:4]}."
+            )
         for name in self.targets:
             n, *sizes = base["layers"][name]
             inputs = 2 if name == "proj" else 1  # it takes heads

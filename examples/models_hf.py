@@ -293,12 +293,15 @@ class Mixtral(Mistral):
 
     def fed(self, h, p):
         flat, top = h.reshape(-1, h.shape[-1]), self.config["num_experts_per_tok"]
-        shares = jax.nn.softmax((flat @ p["router"]).astype(jnp.float32))
+        shares = jax.nn.softmax(
+            self.times(h, p, "router").reshape(len(flat), -1).astype(jnp.float32)
+        )
         shares, experts = jax.lax.top_k(shares, top)
         shares = (shares / shares.sum(-1, keepdims=True)).reshape(-1)
         order = jnp.argsort(experts.reshape(-1))  # the tokens of an expert side by side
-        counts = jnp.bincount(experts.reshape(-1), length=p["router"].shape[-1])
-        by_expert = lambda x, name: jax.lax.ragged_dot(x, p[name], counts.astype(jnp.int32))
+        counts = jnp.bincount(experts.reshape(-1), length=self.config["num_local_experts"])
+        weights = zerojax.manual.dequantized({name: p[name] for name in ("gate", "up", "down")})
+        by_expert = lambda x, name: jax.lax.ragged_dot(x, weights[name], counts.astype(jnp.int32))
         x = flat[order // top]
         x = by_expert(jax.nn.silu(by_expert(x, "gate")) * by_expert(x, "up"), "down")
         x *= shares[order][:, None].astype(x.dtype)

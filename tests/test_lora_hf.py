@@ -139,3 +139,20 @@ def test_a_checkpoint_of_adapters_goes_on_with_the_base_that_is_there(trained, t
     assert saved.step == 1
     same(back.params, state.params)
     same(back.opt_state, state.opt_state)
+
+
+def test_experts_have_no_adapters_and_decode_codes():
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    mixtral, peft = models_hf.Mixtral(CONFIG | experts), ("q_proj",)
+    for model, targets in ((mixtral, lora_hf.MATRICES), (models_hf.Llama(CONFIG), peft)):
+        with pytest.raises(ValueError, match="can have no adapter: targets= takes some of"):
+            lora_hf.Lora(model, RANK, targets).dims()
+    lora = lora_hf.Lora(mixtral, RANK, lora_hf.MATRICES[:4])
+    params = drawn(models_hf.structs(lora))
+    codes = params | {"base": zerojax.quantized(params["base"], "int8")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(codes["base"]["layers"]["up"])} == {
+        np.dtype("uint8")
+    }
+    weights = {**codes, "base": zerojax.manual.dequantized(codes["base"])}
+    wanted = jax.jit(lora)(weights, TOKENS)
+    np.testing.assert_allclose(jax.jit(lora)(codes, TOKENS), wanted, atol=2e-5)

@@ -61,14 +61,15 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
-def test_a_part_does_not_leave_with_its_padding(part, padded, model, tmp_path):
-    says = r"\((104, 17|17, 104)\) ends in zeros, as params/head/kernel \((97, 17|17, 97)\) rests"
-    says += r" padded.*{} the state, or pass plan=.*zerojax.unpad\(state\).params.*jax.device_get"
-    with pytest.raises(ValueError, match=says.format("Export")):
+def test_a_part_with_its_padding_is_warned_of(part, padded, model, tmp_path):
+    says = (
+        r"\((104, 17|17, 104)\) ends in zeros, .*params/head/kernel .*\((97, 17|17, 97)\) and rests"
+    )
+    says += r" padded.*pass the state, or plan=.*zerojax.unpad\(state\).params"
+    with pytest.warns(UserWarning, match=says):
         export_safetensors(tmp_path / "weights", part(padded, model))
-    with pytest.raises(ValueError, match=says.format("Stream")):
+    with pytest.warns(UserWarning, match=says):
         zerojax.stream(part(padded, model))
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_the_message_says_of_parts_is_true(padded, model, tmp_path):
@@ -93,8 +94,7 @@ def test_an_array_of_that_shape_leaves_with_all_its_rows(padded, tmp_path):
     kernel = padded.params["head"]["kernel"]
     own = {"w": jax.device_put(jnp.ones(kernel.shape), kernel.sharding)}
     export_safetensors(tmp_path / "ones", own)
-    export_safetensors(tmp_path / "zeros", jax.device_get({"w": kernel}))
-    assert kernel_in(tmp_path / "ones") == kernel_in(tmp_path / "zeros") == (104, 17)
+    assert kernel_in(tmp_path / "ones") == (104, 17)
 
 
 def test_a_state_knows_that_zeros_of_that_shape_are_its_own(padded, tmp_path):
@@ -230,6 +230,12 @@ def test_a_plan_says_why_a_frozen_matrix_has_no_codes(capsys):
     assert "params/heads" in row and why in row
     plan.show("params/heads")
     assert f", kept {why}" in capsys.readouterr().out
+    # A mask with nodes of codes, and so an optimizer's state with them.
+    codes = {"base": zerojax.quantized({"up": params["up"]}), "lora": params["lora"]}
+    mask_of_codes = {"base": jax.tree.map(lambda _: True, codes["base"]), "lora": False}
+    adapted = optax.selective_transform(optax.adam(1e-3), freeze_mask=mask_of_codes)
+    adapted = TrainState.create(apply_fn=None, params=codes, tx=adapted)
+    assert "params/base/up/nf4" in str(zerojax.plan(adapted, stage=3))
     del params["up"], mask["up"]
     with pytest.raises(ValueError, match=r"in codes: .* heads, float32\[64, 4, 16\].*longer rows"):
         zerojax.quantized(TrainState.create(apply_fn=None, params=params, tx=tx))

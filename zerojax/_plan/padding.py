@@ -173,13 +173,11 @@ def remember(plan: Layout) -> None:
             _LOOKS[key] = max(_LOOKS.get(key, leaf), leaf, key=lambda each: each.shape)
 
 
-def check_ends(
-    leaves: Iterable[_state.Leaf], state: PyTree, plan: Layout | None, verb: str
-) -> None:
-    """Raises for an array that looks padded by a plan of this process, but is in no known plan.
+def warn_of_ends(leaves: Iterable[_state.Leaf], state: PyTree, plan: Layout | None) -> None:
+    """Warns of an array that looks padded by a plan of this process, but is in no known plan.
 
-    It has the shape and sharding of an array that a plan pads, and zeros at its end: padding is
-    always zero, and trained weights are not.
+    It has the shape and sharding of an array that a plan pads, and zeros at its end. So may have
+    others, such as a bias that is not trained yet: an error would be too much.
     """
     layout = _carried.carried_plan(state) or plan
     known = {_param_name(leaf) for leaf in (layout.params if layout else ())}
@@ -189,13 +187,12 @@ def check_ends(
             continue
         like = _LOOKS.get((value.shape, value.sharding))
         if like is not None and not _move.to_host(_has_end(value, like.shape)):
-            raise ValueError(
-                f"{leaf.name} {value.shape} ends in zeros, as {like.path} {like.shape} rests "
-                "padded in a placed state, and only the state knows its padding. "
-                f"{verb.capitalize()} the state, or pass plan= with all parameters. Take a part of "
-                "them from zerojax.unpad(state).params; for nnx, state = "
-                "zerojax.nnx.state(model, optimizer). If the zeros are its own, pass "
-                "jax.device_get(params)."
+            warn(
+                f"{leaf.name} {value.shape} ends in zeros, and is placed as {like.path} of a state "
+                f"is, which is {like.shape} and rests padded. If these zeros are padding, they "
+                "leave too: pass the state, or plan= with all parameters, or take a part of them "
+                "from zerojax.unpad(state).params (for nnx, state = zerojax.nnx.state(model, "
+                "optimizer))."
             )
 
 

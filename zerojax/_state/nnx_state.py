@@ -143,10 +143,12 @@ def made_state(make: PyTree) -> State:
         return state(*made)
     kinds = [type(one).__name__ for one in (made if isinstance(made, tuple) else (made,))]
     what = f"the class {made.__name__}" if isinstance(made, type) else " and ".join(kinds)
-    who = "you passed" if made is make else f"{getattr(make, '__name__', 'a function')} returns"
-    raise TypeError(
-        f"{who} {what}, and not a function that makes a model and its optimizer. {ARGUMENTS}"
-    )
+    if made is make:
+        said = f"you passed {what}, and not a function that makes a model and its optimizer"
+    else:
+        name = getattr(make, "__name__", "the function")
+        said = f"{name} returns {what}, and not a model and its optimizer"
+    raise TypeError(f"{said}. {ARGUMENTS}")
 
 
 def makes_objects(make: PyTree) -> bool:

@@ -162,4 +162,6 @@ def weights_of(tree: PyTree) -> PyTree:
 def codings_of(tree: PyTree) -> list[Coding | None]:
     """Returns, for each leaf of a tree, how it is written; None for all that are not codes."""
     nodes = jax.tree.leaves(tree, is_leaf=is_packed)
-    return [node.coding if is_packed(node) else None for node in nodes]
+    each = ((node.coding if is_packed(node) else None, node) for node in nodes)
+    # An optimizer's state has nodes of codes without a leaf, where it leaves them alone.
+    return [coding for coding, node in each for _ in jax.tree.leaves(node)]

@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,10 +141,9 @@ def _compiled(
         return step, getattr(step, "warnings", ())
     if hasattr(step, "pure"):
         raise TypeError(
-            "a step of zerojax.nnx is audited without its objects: "
-            "zerojax.audit(*step.pure(model, optimizer, batch)). On GPUs that are not there: "
-            "zerojax.forecast(step, make, batch, gpus='8xH100', stages=3).cases[0].report, "
-            "where make() returns a model and its optimizer."
+            "for a step of zerojax.nnx, call zerojax.audit(*step.pure(model, optimizer, batch)). "
+            "On GPUs that are not there: zerojax.forecast(step, make, batch, gpus='8xH100', "
+            "stages=3).cases[0].report, where make() returns a model and its optimizer."
         )
     if not hasattr(step, "lower") or isinstance(step, bytes):
         raise TypeError(
@@ -168,7 +168,10 @@ def compiled(lowered: jax.stages.Lowered) -> tuple[Compiled, list[str]]:
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
         try:
-            program, failed = lowered.compile(), False
+            with warnings.catch_warnings():
+                # JAX keeps programs for GPUs that are not there, and cannot load them.
+                warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
+                program, failed = lowered.compile(), False
         finally:
             os.dup2(terminal, 2)
             os.close(terminal)

@@ -159,8 +159,7 @@ def _recipe_of(step: Any) -> Recipe:
     """Returns the loss and the options of a step; raises for one that the library did not make."""
     if hasattr(step, "pure"):
         raise TypeError(
-            "a step of zerojax.nnx is verified without its objects: "
-            "zerojax.verify(*step.pure(model, optimizer, batch))."
+            "for a step of zerojax.nnx, call zerojax.verify(*step.pure(model, optimizer, batch))."
         )
     if not hasattr(step, "recipe"):
         raise TypeError(
