@@ -44,7 +44,7 @@ def check_functional(state: object) -> None:
             "this is a Flax nnx model, not a state. Shard it with its optimizer, in place: "
             "zerojax.nnx.shard(model, optimizer, stage=3), or pass a function that makes both. "
             "Make steps with zerojax.nnx.train_step; zerojax.forecast takes the loss, or such a "
-            "step, with that function. To save the model, pass zerojax.nnx.state(model, optimizer); "
+            "step, with that function. To save a model, pass zerojax.nnx.state(model, optimizer); "
             "to plan it, zerojax.plan(lambda: zerojax.nnx.state(*make()), stage=3)."
         )
 
