@@ -68,7 +68,11 @@ if __name__ == "__main__":
     # Two at a time: each waits for its kernel, and for a compiler that is not parallel throughout.
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         chosen = [path for path in reversed(paths) if path.name.startswith(wanted)]  # 06 is longest
-        took = dict(zip([path.name for path in chosen], pool.map(execute, chosen), strict=True))
+        try:
+            took = dict(zip([one.name for one in chosen], pool.map(execute, chosen), strict=True))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     slow = [
         name
         for name, (first, all_of_it) in took.items()

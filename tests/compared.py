@@ -243,7 +243,7 @@ def check(row: Row) -> None:
 
 def check_by_verify(row: Row) -> None:
     with mock.patch("zerojax._features.activations.LEAST_MOVED", 0):
-        step, *args = untrained(row)
+        step, *args = run(row).training.call(batch_of(row), *keys_of(row, 0))
         zerojax.verify(step, *args, whole_batch=row.model != "convnet").check()
 
 

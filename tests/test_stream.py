@@ -188,6 +188,12 @@ def test_codes_leave_as_weights(row, dtype, programs):
         assert gather.nbytes < peak <= gather.most_bytes, gather
 
 
+def test_codes_that_rest_whole_leave_as_weights():
+    state, plan = packed_state("stage 0")
+    streamed = dict(zerojax.stream(state, names=PACKED_NAMES, plan=plan))
+    assert_equal_bits(streamed, weights_under_names("float32"))
+
+
 def test_names_choose_between_codes_and_weights():
     state, plan = packed_state("stage 3")
     found = dict(zerojax.stream(state, names={"experts/int8": "bytes"}, plan=plan))

@@ -59,19 +59,19 @@ def human_time(seconds: Number) -> str:
 
 def in_runs(paths: Iterable[str]) -> list[str]:
     """Writes paths that differ in their first number, which counts layers, as one: h/{0..3}/up."""
-    numbers: dict[tuple[str, str], set[int]] = {}
+    numbers: dict[tuple[str, ...], set[str]] = {}
     for path in paths:
-        if found := NUMBER.search(path):
-            ends = path[: found.start()], path[found.end() :]
-            numbers.setdefault(ends, set()).add(int(found[0]))
+        if number := NUMBER.search(path):
+            ends = path[: number.start()], path[number.end() :]
+            numbers.setdefault(ends, set()).add(number[0])
         else:
-            numbers[path, ""] = set()
+            numbers.setdefault((path,), set())
     joined = []
-    for (before, after), of in numbers.items():
-        first, last = min(of, default=0), max(of, default=0)
-        is_run = 1 < len(of) == last - first + 1
-        each = [f"{{{first}..{last}}}"] if is_run else sorted(of) or [""]
-        joined += [f"{before}{number}{after}" for number in each]
+    for ends, texts in numbers.items():
+        each = sorted(texts, key=int)
+        if 1 < len(each) == int(each[-1]) - int(each[0]) + 1:
+            each = [f"{{{each[0]}..{each[-1]}}}"]
+        joined += [number.join(ends) for number in each or [""]]
     return joined
 
 

@@ -91,6 +91,8 @@ def test_shortened_words_keep_their_ends_and_stay_different():
         (["block_9/w", "block_10/w", "block_9/b"], ["block_{9..10}/w", "block_9/b"]),
         (["h/0/up", "h/2/up"], ["h/0/up", "h/2/up"]),
         (["h/0/norms/0", "h/0/norms/1", "h/1/norms/1"], ["h/0/norms/0", "h/{0..1}/norms/1"]),
+        (["p/w", "p/w1", "p/w2"], ["p/w", "p/w{1..2}"]),
+        (["h/01/up"], ["h/01/up"]),
     ],
 )
 def test_layers_are_written_as_one_path(paths, written):

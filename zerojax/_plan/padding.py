@@ -177,13 +177,15 @@ def warn_of_ends(leaves: Iterable[_state.Leaf], state: PyTree, plan: Layout | No
     """Warns of an array that looks padded by a plan of this process, but is in no known plan.
 
     It has the shape and sharding of an array that a plan pads, and zeros at its end. So may have
-    others, such as a bias that is not trained yet: an error would be too much.
+    others, such as a bias that is not trained yet: an error would be too much. Processes may have
+    planned other states, and would not agree: with several, nothing is looked at.
     """
     layout = _carried.carried_plan(state) or plan
     known = {_param_name(leaf) for leaf in (layout.params if layout else ())}
     for leaf in leaves:
         value = leaf.value
-        if leaf.name in known or not isinstance(value, jax.Array):
+        is_here = isinstance(value, jax.Array) and value.is_fully_addressable
+        if leaf.name in known or not is_here or not jnp.issubdtype(value.dtype, jnp.number):
             continue
         like = _LOOKS.get((value.shape, value.sharding))
         if like is not None and not _move.to_host(_has_end(value, like.shape)):

@@ -118,8 +118,8 @@ def _codings(state: PyTree, params: PyTree, coding_of, where: str | None) -> dic
         struct = _state.shape_dtype(odd[0].value)
         raise ValueError(
             f"zerojax.quantized puts nothing in codes: no block of {LEAST_RUN} or more, up to "
-            f"block=, divides the rows of {odd[0].name}, {struct.dtype}{list(struct.shape)}. Pass "
-            "a larger block=, or give the weight longer rows: (64, 64) for (64, 4, 16)."
+            f"block=, divides the rows of {odd[0].name}, {struct.dtype}{list(struct.shape)}. Give "
+            "the weight longer rows: (64, 64) for (64, 4, 16)."
         )
     if not found:
         raise ValueError(

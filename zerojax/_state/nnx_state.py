@@ -156,14 +156,18 @@ def makes_objects(make: PyTree) -> bool:
 
     Only shapes are computed. A function that takes arguments is not called.
     """
-    made = [make]
-    if _state.is_state_function(make) and not isinstance(make, nnx.Pytree | type):
-        if not _refusals.accepts(make, (), {}):
-            return False
-        call = functools.partial(called, make)
-        jax.eval_shape(lambda: made.append(_state.made_by(call)))
+    if not _state.is_state_function(make) or isinstance(make, nnx.Pytree | type):
+        return _has_objects(make)
+    if not _refusals.accepts(make, (), {}):
+        return False
+    call, verdicts = functools.partial(called, make), []
+    jax.eval_shape(lambda: verdicts.append(_has_objects(_state.made_by(call))))
+    return verdicts[0]
+
+
+def _has_objects(tree: PyTree) -> bool:
     of_nnx = (State, nnx.Pytree)
-    leaves = jax.tree.leaves(made, is_leaf=lambda one: isinstance(one, of_nnx))
+    leaves = jax.tree.leaves([tree], is_leaf=lambda one: isinstance(one, of_nnx))
     return any(
         isinstance(one, of_nnx) or (isinstance(one, type) and issubclass(one, nnx.Pytree))
         for one in leaves

@@ -46,8 +46,8 @@ def step_flops(step: Step, state: PyTree, batch: PyTree, rng: PyTree = None) -> 
         )
     recipe = step.recipe
     plan = find_plan(state, recipe.plan)
-    given = recipe.mutable, recipe.options.precision
-    return needed_flops(recipe.loss_fn, plan, batch, rng, *given)
+    precision = recipe.options.precision
+    return needed_flops(recipe.loss_fn, plan, batch, rng, recipe.mutable, precision)
 
 
 def peak_flops(devices: Sequence[Device] | None = None) -> float | None:

@@ -128,13 +128,14 @@ class Lineage:
     def cut(self, instruction: Instruction, labels: frozenset[Origin]) -> frozenset[Origin]:
         """Leaves out the labels of what was joined elsewhere than in this slice."""
         bounds = re.search(r"slice=\{\[(\d+):(\d+)", instruction.attributes)
+        everywhere, here = frozenset[Origin](), frozenset[Origin]()
         for origin in [one for one in labels if one[0] == JOINED]:
             parts, labels = self.joined[origin[1]], labels - {origin}
             if bounds and instruction.operands[0].arrays[0].dims == (parts[-1][1],):
                 first, last = map(int, bounds.groups())
-                here = (x for start, end, x in parts if start < last and first < end)
-                labels -= _union(x for _, _, x in parts) - _union(here)
-        return labels
+                everywhere |= _union(x for _, _, x in parts)
+                here |= _union(x for start, end, x in parts if start < last and first < end)
+        return labels - (everywhere - here)
 
     def computed(self, instruction: Instruction, operands: list[Sets]) -> frozenset[Origin]:
         """Joins the labels of the operands that have the result's size; scalars have none."""
