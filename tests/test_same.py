@@ -192,6 +192,7 @@ def test_messages_that_are_lost_changed_and_added_are_listed():
     ]
 
 
+@pytest.mark.ci
 def test_two_libraries_are_lowered_side_by_side(tmp_path, monkeypatch, capsys):
     """The other one computes sines in place of hyperbolic tangents."""
 

@@ -106,6 +106,7 @@ def test_what_differs_is_compiled(audit, tmp_path, monkeypatch, compiled):
     assert len(compiled) == before + 2 == len(files(tmp_path / "cache"))
 
 
+@pytest.mark.ci
 def test_a_damaged_file_is_compiled_again(audit, tmp_path, compiled):
     whole = audit()
     (file,) = files(tmp_path / "cache")

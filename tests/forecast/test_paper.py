@@ -34,6 +34,7 @@ def test_the_papers_numbers_by_formula(by_formula):
         assert as_printed(by_formula(*cell) / 1e9, printed, cell[0]), cell
 
 
+@pytest.mark.ci
 def test_the_papers_numbers_by_compiled_programs(by_formula):
     """Argument bytes of really compiled programs, on up to 1024 emulated devices: of each fourth,
     so that all stages and numbers of devices are among them."""

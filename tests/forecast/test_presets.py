@@ -155,6 +155,7 @@ def test_an_expert_without_room_gives_the_tokens_that_come_last_nothing(small, l
     assert not np.any(found[:, room:]) and np.any(found[:, :room])
 
 
+@pytest.mark.ci
 def test_experts_are_sharded_gathered_and_compiled(small):
     """Stage 3 keeps its contract, and XLA multiplies no more than is counted."""
     losses, batch = small.losses(["none"]), small.batch(16)
