@@ -138,16 +138,19 @@ def counted(args: Sequence[PyTree], roles: Sequence[Role]) -> tuple[str, int]:
 
 
 def pad_options(options: Any, plan: Plan) -> str:
-    """Returns, as it is typed, what `zerojax.pad_batch` is given beside a batch of such a step."""
-    said = f", accumulate={options.accumulate}" if options.accumulate > 1 else ""
+    """Writes the options of `zerojax.pad_batch` for a batch of such a step, as users type them."""
+    text = f", accumulate={options.accumulate}" if options.accumulate > 1 else ""
     # The default mesh has all devices; only the plan knows of others.
     is_default = (plan.size, plan.batch_axes) == (jax.device_count(), (_mesh.DEFAULT_AXIS,))
-    # `value_and_grad` has no such option, and its user has the plan.
-    if getattr(options, "plan", None if is_default else plan) is not None:
-        said += ", plan=plan"
-    elif not is_default:
-        said += ", plan=optimizer" if options.mutable == NNX_FIELDS else ", plan=state"
-    return said + ", batch_specs=batch_specs" * (options.batch_specs is not None)
+    if not hasattr(options, "plan"):  # of `value_and_grad`, whose user has the plan
+        holder = "" if is_default else "plan"
+    elif options.plan is not None:
+        holder = "plan"
+    else:
+        of_state = "optimizer" if options.mutable == NNX_FIELDS else "state"
+        holder = "" if is_default else of_state
+    text += f", plan={holder}" if holder else ""
+    return text + ", batch_specs=batch_specs" * (options.batch_specs is not None)
 
 
 def check(
@@ -159,7 +162,7 @@ def check(
 ) -> int:
     """Returns the number of examples; raises where devices and microbatches do not divide it.
 
-    `padding` is what `zerojax.pad_batch` is given beside the batch, as it is typed.
+    `padding` is the text of the options of `zerojax.pad_batch`, for the message.
     """
     (name, rows), ways = counted(args, roles), size * accumulate
     if name and (rows == 0 or rows % ways):

@@ -13,7 +13,6 @@ from zerojax._state import carried as _carried, refusals as _refusals, state as 
 from zerojax._state.hints import layer_dims
 from zerojax._state.packed import (
     LEAST_RUN,
-    MOST_RUN,
     TOP_LEVELS,
     Coding,
     Packed,
@@ -26,7 +25,7 @@ from zerojax._types import PyTree
 
 
 def quantized(
-    state: PyTree, codes: str = "nf4", *, where: str | None = None, block: int = MOST_RUN
+    state: PyTree, codes: str = "nf4", *, where: str | None = None, block: int = 64
 ) -> PyTree:
     """Puts frozen weights of a state into codes of 4 or 8 bits, before the state is placed.
 

@@ -127,28 +127,28 @@ def called(make: PyTree) -> PyTree:
         return make()
 
 
-def is_pair(made: PyTree) -> bool:
+def is_pair(value: PyTree) -> bool:
     """Whether these are a model and its optimizer."""
-    return isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], nnx.Optimizer)
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], nnx.Optimizer)
 
 
 def made_state(make: PyTree) -> State:
     """Returns the state of the model and the optimizer that a function makes, for a forecast."""
     if not isinstance(make, nnx.Pytree | type):
         _refusals.check_state_function(make, ARGUMENTS)
-    made = called(make)
-    if isinstance(made, State):
-        return made
-    if is_pair(made):
-        return state(*made)
-    kinds = [type(one).__name__ for one in (made if isinstance(made, tuple) else (made,))]
-    what = f"the class {made.__name__}" if isinstance(made, type) else " and ".join(kinds)
-    if made is make:
-        said = f"you passed {what}, and not a function that makes a model and its optimizer"
+    value = called(make)
+    if isinstance(value, State):
+        return value
+    if is_pair(value):
+        return state(*value)
+    kinds = [type(one).__name__ for one in (value if isinstance(value, tuple) else (value,))]
+    kind = f"the class {value.__name__}" if isinstance(value, type) else " and ".join(kinds)
+    if value is make:
+        mistake = f"you passed {kind}, and not a function that makes a model and its optimizer"
     else:
         name = getattr(make, "__name__", "the function")
-        said = f"{name} returns {what}, and not a model and its optimizer"
-    raise TypeError(f"{said}. {ARGUMENTS}")
+        mistake = f"{name} returns {kind}, and not a model and its optimizer"
+    raise TypeError(f"{mistake}. {ARGUMENTS}")
 
 
 def makes_objects(make: PyTree) -> bool:

@@ -199,10 +199,10 @@ def _in_steps_of_nnx(losses: dict[str, Any], make_state: Any) -> dict[str, NnxSt
     from zerojax import nnx as _nnx
     from zerojax._state import nnx_state as _nnx_state
 
-    # A loss is called only if what makes the state cannot be: then the two may be swapped.
-    may_be_swapped = not _refusals.accepts(make_state, (), {}) if callable(make_state) else True
+    # No loss is called, unless `make_state` cannot be: then the two may be swapped.
+    is_maker = callable(make_state) and _refusals.accepts(make_state, (), {})
     for one in losses.values():
-        if may_be_swapped and not isinstance(one, Step) and _nnx_state.makes_objects(one):
+        if not is_maker and not isinstance(one, Step) and _nnx_state.makes_objects(one):
             name = getattr(one, "__name__", type(one).__name__)
             raise TypeError(f"the loss comes first, and you passed {name}. {_nnx_state.ARGUMENTS}")
         if isinstance(one, Step) and one.recipe.mutable == NNX_FIELDS:
