@@ -340,6 +340,12 @@ def run_of_processes() -> Any:
     return multihost_utils.distributed.global_state  # type: ignore
 
 
+def is_of_runtime(error: BaseException) -> bool:
+    """Whether XLA raised an error; as a ValueError when JAX calls a compiled step directly."""
+    is_value = isinstance(error, ValueError) and str(error).partition(":")[0].isupper()
+    return is_value or isinstance(error, jax.errors.JaxRuntimeError)
+
+
 def shared_store() -> Any:
     """Returns the key-value store that the processes of a run have in common; None without one.
 

@@ -170,6 +170,16 @@ def checkpoints(directory, me, state):
     like = (zerojax.plan(made, stage=3), state)[me]
     cast = "zerojax.restore: .*cast: False in process 0, True in process 1"
     told(cast, zerojax.restore, f"{directory}/same", like=like, cast=me > 0)
+    key = jax.random.fold_in(jax.random.key(0), me)
+    own = "zerojax.save: .*rng: .* in process 0, .* in process 1.*it saves in data="
+    told(own, zerojax.save, f"{directory}/own", state, rng=key)
+    own = "Checkpoints.save: .*metadata: .*of 0.* in process 0, .*of 1.* in process 1.*data="
+    told(own, in_loop, directory, "save", 2, state, metadata={"run": f"of {me}"})
+    told(
+        "zerojax.checkpoint.read_extras: .*the directory",
+        zerojax.checkpoint.read_extras,
+        f"{directory}/{('same', 'loop/1')[me]}",
+    )
     saved = "Checkpoints.save: .*step: 2 in process 0, 3 in process 1"
     told(saved, in_loop, directory, "save", 2 + me, state)
     resumed = "Checkpoints.resume: .*step: 1 in process 0, 2 in process 1"
@@ -181,6 +191,67 @@ def checkpoints(directory, me, state):
     with mock.patch.object(jax, "__version__", f"0.{me}.9"):
         told(f"{much}.*\n  and 1 more\n", zerojax.Checkpoints, f"{directory}/{me}", **options)
     unshared(directory, me, state)
+
+
+def compiled(me, state, batch):
+    other = lambda params, batch: loss(params, batch) * (1.0 + me)
+    step = zerojax.train_step(other)
+    program = "a compiled step: .*the program: .*1.0.* in process 0.*2.0.* in process 1"
+    told(program, step.compile, state, batch)
+    same = zerojax.eval_step(loss)
+    shapes = "a compiled step: .*the shapes of the batch: float32.8, 64. in .*float32.16, 64. in"
+    batches = [rows(count) for count in (4, 8)]  # in both: a new shape is compared
+    told(shapes, same.compile, state, batches[me])
+
+
+def new_values(me, state, batch):
+    """A rate that processes put into their states, beside arrays of all."""
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    state = zerojax.shard_train_state(lambda: made(tx=tx), stage=3)
+    train = zerojax.train_step(loss, donate=False)
+    state, _ = train(state, batch)
+
+    def changed(rate):
+        hyper = {"learning_rate": rate}
+        return state.replace(opt_state=state.opt_state._replace(hyperparams=hyper))
+
+    told(None, train, changed(jnp.float32(0.2)), batch)
+    path = "opt_state/hyperparams/learning_rate"
+    values = rf"new values of {path}: .*the values of {path}: 0\.2 in process 0, 0\.4 in process 1"
+    for rate in (jnp.float32(0.2 + me / 5), np.float32(0.2 + me / 5)):
+        told(values, train, changed(rate), batch)
+    step = train.compile(state, batch)
+    told(values, step, changed(jnp.float32(0.2 + me / 5)), batch)
+
+
+def weights(directory, me, state):
+    """What leaves as files and comes back."""
+    tree = {"params": {"a": HOST, "b": HOST + 1}}
+    state, pairs = zerojax.shard_train_state(tree, stage=3), [("a", "x"), ("b", "y")]
+    names = dict(pairs if me else pairs[::-1])
+    export = zerojax.checkpoint.export_safetensors
+    told(
+        "zerojax.checkpoint.export.*tensors: .*y .* in process 0, x ",
+        export,
+        f"{directory}/w",
+        state,
+        names=names,
+    )
+    place = "zerojax.checkpoint.export.*the directory: .*/w0 in process 0, .*/w1 in process 1"
+    told(place, export, f"{directory}/w{me}", state)
+    assert not list(pathlib.Path(directory).glob("w*"))
+    export(f"{directory}/w", state)
+    swap = {"a": "b", "b": "a"} if me else {}
+    renamed = "zerojax.checkpoint.import.*tensors: a is a in process 0, [ab] is [ba] in process 1"
+    read = zerojax.checkpoint.import_safetensors
+    told(renamed, read, f"{directory}/w", state, rename=lambda name: swap.get(name, name))
+    named = {"ab"[me]: state["params"]["a"]}
+    leaves = "zerojax.full_params: .*the leaves: a float32.64, 16. in process 0, b float32"
+    told(leaves, zerojax.full_params, named)
+    dense = placed(0, 0.1, optax.sgd(0.1))
+    plans = [zerojax.plan(one, stage=3) for one in ({"params": state["params"]}, dense)]
+    leaves = "zerojax.unpad: .*the leaves: params/a float32.64, 16. in process 0, [a-z/]+"
+    told(leaves, zerojax.unpad, ({"params": state["params"]}, dense)[me], plans[me])
 
 
 def leaving(me, state):
@@ -199,7 +270,10 @@ def main() -> None:
     plans(me, batch)
     steps(me, state, batch)
     batches(me, state, batch)
+    compiled(me, state, batch)
+    new_values(me, state, batch)
     leaving(me, state)
+    weights(directory, me, state)
     checkpoints(directory, me, state)
     told(None, two_steps)  # after all that
     # Not to the log, whose lines XLA writes into.

@@ -99,6 +99,28 @@ def test_processes_that_disagree_are_all_told_in_what(tmp_path):
     assert first == second and len(first) > 25
 
 
+ORDERS = {  # what processes 0 and 1 call
+    "evaluations": ("the step of call 2", "eval_step of call 4"),
+    "turns": ("the step of call 2", "the step of call 3"),
+    "rate": ("the step of call 2", "new values of opt_state/hyperparams/learning_rate"),
+    "weights": ("the step of call 2", "zerojax.full_params"),
+}
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_processes_that_call_known_steps_in_another_order_are_told(tmp_path, case):
+    """Also where both wait for their devices, which wait for each other."""
+    run = Run(2, tmp_path, ["--case", case], "tests.run.orders")
+    started = time.monotonic()
+    assert all(run.wait(120)), run.text()
+    assert time.monotonic() - started < 60
+    first, second = ORDERS[case]
+    for log in run.logs:
+        said = log.read_text()
+        assert f"call 7: {first} in process 0, {second} in process 1" in said, run.text()
+        assert "makes the same calls in the same order" in said and "not a word" not in said
+
+
 def test_a_device_that_computes_something_else_is_named_in_all_processes(tmp_path):
     run = Run(2, tmp_path, ["--directory", str(tmp_path / "r")], "tests.run.replayed")
     assert run.wait(240) == [0, 0], run.text()

@@ -40,14 +40,14 @@ class Extras:
     metadata: PyTree = None
 
 
-def pack(
+def encoded(
     step: int | None,
     rng: object,
     data: object,
     metadata: object,
     metrics: Mapping[str, float] | None = None,
-) -> dict[str, Json]:
-    """Returns Orbax's custom metadata; every process calls it, with its own data iterator."""
+) -> tuple[dict[str, Json], str]:
+    """Returns what all processes save alike, and the text of this one's data."""
     if isinstance(rng, int | float | str | bytes):
         raise TypeError(
             f"rng={rng!r} is not a random key. Pass jax.random.key(n), or a tree of keys; save "
@@ -55,7 +55,7 @@ def pack(
         )
     data = getattr(data, "get_state", lambda: data)()
     try:
-        mine = json.dumps(encode(data, "data"))
+        own = json.dumps(encode(data, "data"))
         rest = {"rng": encode(rng, "rng"), "metadata": encode(metadata, "metadata")}
     except RecursionError:
         raise ValueError(
@@ -63,7 +63,12 @@ def pack(
         ) from None
     rest |= {"step": None if step is None else step_number(step), "metrics": dict(metrics or {})}
     rest |= {"format": FORMAT, "written_by": zerojax.__version__}
-    return {OUR_KEY: {"data": [json.loads(text) for text in _gathered(mine)], **rest}}
+    return rest, own
+
+
+def pack(shared: dict[str, Json], own: str) -> dict[str, Json]:
+    """Returns Orbax's custom metadata, with the data of all processes; each calls it."""
+    return {OUR_KEY: {"data": [json.loads(text) for text in _gathered(own)], **shared}}
 
 
 def check_format(tree: epath.Path) -> None:

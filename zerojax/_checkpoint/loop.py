@@ -295,21 +295,22 @@ class Checkpoints:
     def _write(self, item: tuple, asked: bool) -> None:
         """Begins to write a step. One that was not `asked` for may exist, or have no metrics."""
         step, state, plan, metrics, *extras = item
-        shapes = padded_shapes(state, plan)
-        _save.agree("Checkpoints.save", self.directory, state, step=step, shapes=shapes)
+        shapes, best, metrics = padded_shapes(state, plan), self._best, metrics or {}
+        ranking = {name: float(metrics[name]) for name in metrics if name == best}
+        shared, own = _extras.encoded(step, *extras, metrics=ranking)
+        options = {**shared, "shapes": shapes}
+        _save.agree("Checkpoints.save", self.directory, state, _save.OWN_DATA, **options)
         self.wait()
         is_there = step in self._manager.all_steps() or step in self.steps()
         if is_there and not asked:
             return
         self._check_free(step, is_there)
-        best, metrics = self._best, metrics or {}
         if best is not None and best not in metrics and (asked or metrics):
             raise ValueError(
                 f"best={best!r} is not among the metrics {sorted(metrics)}. Pass "
                 f"metrics={{{best!r}: ...}} to save."
             )
-        ranking = {name: float(metrics[name]) for name in metrics if name == best}
-        custom = _extras.pack(step, *extras, metrics=ranking)
+        custom = _extras.pack(shared, own)
         args = _save.save_args(self._handler, state, custom, shapes)
         self._rank(step, ranking.get(best))
         with self._cleaned_up():

@@ -78,6 +78,9 @@ def export_safetensors(
     tensors = _exported(by_tensor, values)
     first = jax.process_index() == 0
     target = _save.absolute(path)
+    lines = [f"{name} {tensor.struct} of {tensor.parts}" for name, tensor in by_tensor.items()]
+    options = {"tensors": "\n".join(lines), "max_file_bytes": max_file_bytes}
+    _save.agree("zerojax.checkpoint.export_safetensors", target, **options)
     parts = target.parent / f"{target.name}.unfinished"
     with _files.only_writer_of_new(target, "Export to a new path.", lambda: [parts]):
         _files.remove([parts])  # of an export that was killed
@@ -150,9 +153,21 @@ def import_safetensors(
     stored = _tensors(files, rename, by_tensor)
     if plan is None:
         _check_masters(state, sizes.keys() - kept)
+    options = {"keep": keep, "ignore": ignore, "cast": cast}
+    shardings = [_matching.stored_struct(leaf.value).sharding for leaf in leaves]
+    together = not all(sharding.is_fully_addressable for sharding in shardings)
+    if together:
+        lines = (f"{name} is {tensor.name}" for name, tensor in stored.items())
+        texts = {"tensors": "\n".join(lines), "parts": "\n".join(map(str, sources))}
+        _save.agree(
+            "zerojax.checkpoint.import_safetensors",
+            _save.absolute(path),
+            params,
+            **options,
+            **texts,
+        )
     tensors = _names.arranged(stored, [one for one in sources if one.leaf not in kept], sizes)
     saved = {name: struct for name, (struct, _) in tensors.items()}
-    options = {"keep": keep, "ignore": ignore, "cast": cast}
     options |= {"theirs": {one.leaf: one.tensor for one in reversed(sources)}}
     options |= {"left_over": [name for name in stored if name not in by_tensor]}
     try:
@@ -167,8 +182,6 @@ def import_safetensors(
         ) from None
     # A check reads whole tensors. Processes that read parts of the same tensors share it.
     used = {one.tensor for one in sources if one.leaf in wanted}
-    shardings = [_matching.stored_struct(value).sharding for value in wanted.values()]
-    together = not all(sharding.is_fully_addressable for sharding in shardings)
     _tensor_files.check([stored[name] for name in sorted(used)], together)
     read: dict[str, jax.Array] = {}
     for name, value in wanted.items():

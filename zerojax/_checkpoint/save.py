@@ -33,6 +33,7 @@ from zerojax._types import PyTree
 
 # Chunks are small, so that a restore reads a shard without the rest of its leaf.
 CHUNK_BYTES = 2**25
+OWN_DATA = " What a process has of its own, such as a key that it folds, it saves in data=."
 
 
 class Handler(ocp.PyTreeCheckpointHandler):
@@ -98,8 +99,9 @@ def save(
     if plan is not None:
         check_plan(plan, "plan=")
     shapes = padded_shapes(state, plan)
-    agree("zerojax.save", target, state, step=step, shapes=shapes)
-    custom = _extras.pack(step, rng, data, metadata)
+    shared, own = _extras.encoded(step, rng, data, metadata)
+    agree("zerojax.save", target, state, OWN_DATA, **shared, shapes=shapes)
+    custom = _extras.pack(shared, own)
     mine = functools.partial(_files.unfinished, target.parent, glob.escape(target.name))
     with _files.only_writer_of_new(target, "Save to a new path.", mine):
         handler = Handler(save_concurrent_gb=_concurrent_gb(state))
@@ -185,6 +187,7 @@ def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
         >>> print(extras.step, extras.metadata)
         100 {'run': 'first'}
     """
+    agree("zerojax.checkpoint.read_extras", absolute(path))
     _, _, custom = _checked(absolute(path), only=_files.METADATA)
     return _extras.unpack(custom, path, data=data)
 
@@ -206,7 +209,9 @@ def _checked(
     return directory, *_metadata(directory)
 
 
-def agree(call: str, directory: epath.Path, state: PyTree = None, **options: object) -> None:
+def agree(
+    call: str, directory: epath.Path, state: PyTree = None, remedy: str = "", **options: object
+) -> None:
     """Raises in every process unless all pass the same directory, leaves and options."""
 
     def items() -> dict[str, str]:
@@ -218,7 +223,7 @@ def agree(call: str, directory: epath.Path, state: PyTree = None, **options: obj
         said = {"the directory": str(directory), "the state": "\n".join(leaves)}
         return said | {name: str(value) for name, value in options.items()}
 
-    _agreement.agree(call, items)
+    _agreement.agree(call, items, remedy=remedy)
 
 
 def _one_replica(leaf: PyTree) -> PyTree:

@@ -161,12 +161,15 @@ def stream(
     shown = [f"{name} {gathers[name].dtype} of {tensors[name][:2]}" for name in order]
     said = {"the tensors": "\n".join(shown), "chunk_bytes": str(most)}
     mesh: Any = next(iter(gathers.values())).places[0].mesh
-    _agreement.agree("zerojax.stream", lambda: said, mesh)
-    return _streamed(values, {name: (tensors[name], gathers[name]) for name in order}, most)
+    known = _agreement.agree("zerojax.stream", lambda: said, mesh)
+    return _streamed(values, {name: (tensors[name], gathers[name]) for name in order}, most, known)
 
 
 def _streamed(
-    values: Mapping[str, Array], tensors: Mapping[str, tuple[Outgoing, "Gather"]], most: float
+    values: Mapping[str, Array],
+    tensors: Mapping[str, tuple[Outgoing, "Gather"]],
+    most: float,
+    known: _agreement.Known | None,
 ) -> Iterator[tuple[str, Array]]:
     ahead: collections.deque[tuple[str, Array, int]] = collections.deque()
     counted, held = 0, 0  # bytes of those ahead, and of the one that the loop holds
@@ -177,6 +180,8 @@ def _streamed(
             yield first, jax.block_until_ready(array)  # what gathering it took is free again
             del array
         _refusals.check_alive({one.leaf: values[one.leaf] for one in tensor.parts})
+        if known is not None:  # a process may train, or leave the loop, before its end
+            known.again()
         parts, indices = zip(*((values[one.leaf], one.index) for one in tensor.parts), strict=True)
         ahead.append((name, _gathered([*parts], [*indices], gather), gather.most_bytes))
         counted += gather.most_bytes

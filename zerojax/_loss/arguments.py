@@ -16,6 +16,7 @@ from jax.core import Tracer
 from zerojax import _compat
 from zerojax._plan.plan import Plan
 from zerojax._plan.show import TITLES
+from zerojax._run import agreement as _agreement
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._table import human_bytes
@@ -37,6 +38,8 @@ def explained(args: tuple, named: dict[str, PyTree], plan: Plan | None) -> Itera
             raise ValueError("an argument has an array that was deleted")
         yield
     except Exception as error:
+        if _compat.is_of_runtime(error):
+            _agreement.check_order()
         try:
             signature = inspect.signature(lambda state, batch, rng=None: None)
             arguments = signature.bind(*args, **named).arguments

@@ -369,7 +369,8 @@ def _agree_on_rows(rows: str, mesh: Mesh) -> None:
 
     The cache has them compare each shape of a batch once.
     """
-    _agreement.agree("shard_batch", lambda: {"the rows of one process": rows}, mesh)
+    items = {"the rows of one process": rows}
+    _agreement.agree("shard_batch", lambda: items, mesh, ordered=False)
 
 
 def process_slice(

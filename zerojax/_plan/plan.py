@@ -1,5 +1,6 @@
 """The plan of a state: places the state, keeps it there, checks it, and prints itself."""
 
+import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -95,6 +96,7 @@ class Plan(Layout):
             return {}
         pairs = enumerate(zip(leaves, self.shardings, strict=True))
         odd = [at for at, (x, place) in pairs if getattr(x, "sharding", None) != place]
+        self.compare_new([leaves[at] for at in odd], [self.leaves[at] for at in odd])
         found = {}
         for at, value, leaf in ((at, leaves[at], self.leaves[at]) for at in odd):
             if not _move.is_elsewhere(value, self.shardings[at]):
@@ -103,6 +105,24 @@ class Plan(Layout):
                 value = padded(value, leaf.padded_shape)
                 found[at] = _move.moved(value, self.shardings[at])
         return found
+
+    def compare_new(
+        self, leaves: Sequence[PyTree], planned: Sequence[LeafPlan] | None = None
+    ) -> None:
+        """Raises if processes have put other values into their states, such as learning rates."""
+        if not self.mesh.is_multi_process:
+            return
+        places = {getattr(leaf, "sharding", None) for leaf in leaves}
+        if not any(place is None or place.is_fully_addressable for place in places):
+            return
+        new = {
+            leaf.path: value
+            for leaf, value in zip(planned or self.leaves, leaves, strict=False)
+            if not isinstance(value, jax.Array) or value.is_fully_addressable
+        }
+        if new:
+            values = functools.partial(_fingerprint.of_values, new.items())
+            _agreement.agree(f"new values of {', '.join(new)}", values, self.mesh)
 
     def _agree(self, state: Callable[[], dict[str, str]]) -> None:
         """Raises if processes have different states, programs that make them, or plans."""

@@ -6,15 +6,16 @@ A plan says for each leaf how it is sharded, or why it is not. `zerojax.plan` de
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax import _readings
+from zerojax import _fingerprint, _readings
 from zerojax._axis_types import carried_mesh, with_auto_axes
 from zerojax._declared import takes
 from zerojax._kernel import places as _places
@@ -32,7 +33,7 @@ from zerojax._plan.offload import as_offload
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.plan_options import PlanOptions, StateOptions
 from zerojax._plan.precision import Precision
-from zerojax._run import programs as _programs
+from zerojax._run import agreement as _agreement, programs as _programs
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.hints import is_stack, layer_dims, own_axes
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf, state_of
@@ -318,7 +319,18 @@ def unpad(state: PyTree, plan: Plan | None = None) -> PyTree:
             f"a state of type {type(state).__name__} does not carry the plan that it was placed "
             "by. Pass it: zerojax.unpad(state, plan)."
         )
+    _agree_on_leaves("zerojax.unpad", _state.leaves_with_paths(state))
     return plan.unpad(state)
+
+
+def _agree_on_leaves(call: str, leaves: Sequence[Leaf]) -> None:
+    """Raises where processes bring other leaves together."""
+    kinds = {type(leaf.value) for leaf in leaves}
+    is_traced = any(issubclass(kind, Tracer) for kind in kinds)
+    if is_traced or all(getattr(leaf.value, "is_fully_addressable", True) for leaf in leaves):
+        return
+    lines = (f"{leaf.name} {_fingerprint.of_shapes(leaf.value)}" for leaf in leaves)
+    _agreement.agree(call, lambda: {"the leaves": "\n".join(lines)})
 
 
 def full_params(state: PyTree, plan: Plan | None = None) -> PyTree:
@@ -344,6 +356,7 @@ def full_params(state: PyTree, plan: Plan | None = None) -> PyTree:
         shapes = _padding.padded_shapes(params)
     else:
         shapes = _padding.padded_param_shapes(params, state, plan)
+    _agree_on_leaves("zerojax.full_params", leaves := _state.leaves_with_paths(params))
 
     def full(leaf: Leaf) -> PyTree:
         if is_key(leaf.value):
@@ -352,4 +365,4 @@ def full_params(state: PyTree, plan: Plan | None = None) -> PyTree:
         logical = _padding.unpadded(value, shapes.get(leaf.name, value.shape))
         return np.asarray(logical, order="C")  # `ascontiguousarray` would make a row of a scalar
 
-    return jax.tree.structure(params).unflatten(map(full, _state.leaves_with_paths(params)))
+    return jax.tree.structure(params).unflatten(map(full, leaves))

@@ -250,14 +250,8 @@ def may_lose_processes() -> bool:
 
 def may_be_of_a_loss(error: BaseException) -> bool:
     """Whether a lost process may have caused an error, in a run that can continue without it."""
-
-    def is_of_the_runtime(error: BaseException) -> bool:
-        # XLA raises a ValueError when JAX calls a compiled step directly.
-        is_value = isinstance(error, ValueError) and str(error).partition(":")[0].isupper()
-        is_of_xla = is_value or isinstance(error, jax.errors.JaxRuntimeError)
-        return is_of_xla and not str(error).startswith(NO_LOSS)
-
-    return may_lose_processes() and any(map(is_of_the_runtime, chain(error)))
+    causes = [each for each in chain(error) if _compat.is_of_runtime(each)]
+    return may_lose_processes() and not all(str(each).startswith(NO_LOSS) for each in causes)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

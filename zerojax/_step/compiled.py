@@ -18,6 +18,7 @@ from jax.experimental import serialize_executable
 from zerojax._loss import arguments as _arguments
 from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan
+from zerojax._run.agreement import Known
 from zerojax._step.replay import Replays
 from zerojax._types import PyTree
 
@@ -39,6 +40,7 @@ class CompiledStep:
     executable: jax.stages.Compiled
     plan: Plan
     facts: Facts
+    known: Known | None  # a call that all processes have compared
     replays: Replays | None = None
     program: bytes = b""  # from a file: JAX may not write again what it has loaded
 
@@ -49,6 +51,9 @@ class CompiledStep:
     def __call__(self, state: PyTree, *args: PyTree) -> PyTree:
         """Runs the step on `(state, batch[, rng])`."""
         with _arguments.explained((state, *args), {}, self.plan):
+            self.plan.compare_new(jax.tree.leaves(state))
+            if self.known is not None:
+                self.known.again()
             args = _move.own(args, self.plan.mesh.devices.flat)
             (_, *places), _ = self.executable.input_shardings
             args = jax.device_put(args, tuple(places))
@@ -145,6 +150,7 @@ def loaded(
     lowered: jax.stages.Lowered,
     plan: Plan,
     facts: Facts,
+    known: Known | None,
 ) -> CompiledStep:
     """Returns the step in a file. Raises where it depends on other facts than these."""
     differ = [name for name in {**written, **facts} if written.get(name) != facts.get(name)]
@@ -161,7 +167,7 @@ def loaded(
     executable = serialize_executable.deserialize_and_load(
         program, lowered.in_tree, lowered.out_tree, devices[0].client, devices
     )
-    return CompiledStep(executable, plan, facts, program=program)
+    return CompiledStep(executable, plan, facts, known, program=program)
 
 
 def _digest(data: bytes) -> str:

@@ -78,7 +78,7 @@ class Step:
         self.without_options: Jitted = self.make_jit()
         self.by_plan: dict[Plan | None, tuple[Jitted, _xla_options.XlaOptions]] = {}
         self.checked: set[Plan] = set()
-        self.agreed: set[tuple[Plan, str]] = set()
+        self.agreed: dict[tuple[Plan, str], _agreement.Known | None] = {}
 
     def __repr__(self) -> str:
         """Says what has become of layers in Python loops, by each plan that the step has seen."""
@@ -104,12 +104,12 @@ class Step:
     def compile(self, *args: PyTree) -> CompiledStep:
         """Compiles the step for `(state, batch[, rng])`, or for their shapes, and runs nothing."""
         with _arguments.explained(args, {}, self.recipe.plan):
-            lowered, plan, facts = self._lowered(args)
+            lowered, plan, facts, known = self._lowered(args)
             on_cpus = plan.mesh.devices.flat[0].platform == "cpu"
             compiled = _compat.compiled_anew if on_cpus else jax.stages.Lowered.compile
             with working("compiling the step"):
                 replays = None if self.replays is None else self.replays.compiled(args)
-                return CompiledStep(compiled(lowered), plan, facts, replays)
+                return CompiledStep(compiled(lowered), plan, facts, known, replays)
 
     def load(self, path: str | os.PathLike[str], *args: PyTree) -> CompiledStep:
         """Loads what `compile(*args).save(path)` has written; see `zerojax.load_step`."""
@@ -120,14 +120,18 @@ class Step:
                 return step
             return dataclasses.replace(step, replays=self.replays.compiled(args))
 
-    def _lowered(self, args: Sequence[PyTree]) -> tuple[jax.stages.Lowered, Plan, Facts]:
-        """Returns the lowered step, its plan, and what its program depends on."""
+    def _lowered(
+        self, args: Sequence[PyTree]
+    ) -> tuple[jax.stages.Lowered, Plan, Facts, _agreement.Known | None]:
+        """Returns the lowered step, its plan, and what its program depends on, once all processes
+        have compared that."""
         plan = _arguments.find_plan(args[0] if args else None, self.recipe.plan)
         lowered = self.for_args(*args).lower(*_spelled_as_planned(args, plan))
         # A jaxpr would not say what JAX makes of it: how it draws random numbers, which blocks a
         # kernel reads.
         facts = self.facts(plan, _fingerprint.of_shapes(args[1:]), lowered.as_text())
-        return lowered, plan, short(_agreement.versions() | facts)
+        known = _agreement.agree("a compiled step", lambda: facts, plan.mesh)
+        return lowered, plan, short(_agreement.versions() | facts), known
 
     def lower(self, *args: PyTree, **named: PyTree) -> jax.stages.Lowered:
         with _arguments.explained(args, named, self.recipe.plan):
@@ -169,8 +173,7 @@ class Step:
         # Looking for tracers takes time at each step; on CPUs both functions are one.
         if jitted is self.without_options:
             return jitted
-        traced = any(issubclass(kind, Tracer) for kind in kinds_of((args, named)))
-        return self.without_options if traced else jitted
+        return self.without_options if _has_tracers((args, named)) else jitted
 
     def _kept_for(self, plan: Plan, trace: Callable[[], ClosedJaxpr]) -> frozenset[int]:
         """Returns which leaves of a state the step must not donate."""
@@ -230,28 +233,36 @@ class Step:
     def agree(
         self, jitted: Jitted, plan: Plan, args: Sequence[PyTree], named: dict[str, PyTree]
     ) -> None:
-        """Raises where several processes run different steps; asks once for a plan and shapes.
+        """Raises where several processes run different steps.
 
         Processes that run different programs wait for each other in a collective forever.
         """
-        if not jax.distributed.is_initialized():
+        if not plan.mesh.is_multi_process:
             return
+        state = jax.tree.leaves(args[0] if args else named["state"])
         arguments = {**dict(zip(("batch", "rng"), args[1:], strict=False)), **named, "state": None}
-        batch = jax.tree_util.tree_leaves_with_path(arguments)
-        shapes = _fingerprint.of_shapes([leaf for _, leaf in batch])
-        # Inside another `jax.jit` the batch has no values, and the program is the outer one's.
-        traced = any(isinstance(leaf, Tracer) for _, leaf in batch)
+        # Inside another `jax.jit` there are no values, and the program is the outer one's.
+        if _has_tracers((state, arguments)):
+            return
+        plan.compare_new(state)
+        shapes = _fingerprint.of_shapes(arguments)
+        if (plan, shapes) in self.agreed:
+            if known := self.agreed[plan, shapes]:
+                known.again()
+            return
 
         def items() -> dict[str, str]:
+            batch = jax.tree_util.tree_leaves_with_path(arguments)
             named_leaves = ((p[0].key + jax.tree_util.keystr(p[1:]), leaf) for p, leaf in batch)
             program = _fingerprint.of_program(jitted.trace(*args, **named).jaxpr)
             return self.facts(plan, shapes, program) | _fingerprint.of_values(named_leaves)
 
-        if not traced and (plan, shapes) not in self.agreed:
-            trains = self.recipe.options.differentiates
-            call = "the step" if trains else "eval_step"
-            _agreement.agree(call, items, plan.mesh, remedy=OWN_ROWS)
-            self.agreed.add((plan, shapes))
+        call = "the step" if self.recipe.options.differentiates else "eval_step"
+        self.agreed[plan, shapes] = _agreement.agree(call, items, plan.mesh, remedy=OWN_ROWS)
+
+
+def _has_tracers(tree: PyTree) -> bool:
+    return any(issubclass(kind, Tracer) for kind in kinds_of(tree))
 
 
 def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bool:
