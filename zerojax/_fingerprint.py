@@ -32,11 +32,11 @@ def of_values(named: Iterable[tuple[str, PyTree]]) -> dict[str, str]:
 def of_value(value: PyTree) -> str:
     """Returns the number in a value, or a checksum of several.
 
-    If other processes have other parts of the value, only its type can be the same.
+    If other processes have other parts of the value, only its type and place can be the same.
     """
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         if not value.is_fully_replicated:
-            return of_shapes(value)
+            return f"{of_shapes(value)} {show(value.sharding)}"
         value = value.addressable_data(0)
     if is_key(value):
         value = jax.random.key_data(value)

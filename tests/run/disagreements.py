@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import zerojax
 
@@ -122,6 +122,9 @@ def steps(me, state, batch):
 
 
 def batches(me, state, batch):
+    specs = (P("data"), P(None, "data"))[me]
+    split = r"shard_batch: .*how they are split: \(P.*'data'.* in process 0, \(P\(None, .*data"
+    told(split, zerojax.shard_batch, np.ones((6, 6), np.float32), batch_specs=specs)
     of_one = r"shard_batch: .*the rows of one process: float32\[8, 64\] in process 0, .*16, 64"
     told(of_one, rows, 8 + 8 * me)
     told(None, last_batch, me, state)

@@ -4,11 +4,12 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Collection, Container, Mapping, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from jax.typing import DTypeLike
 
 from zerojax import _compat
@@ -154,18 +155,7 @@ def import_safetensors(
     if plan is None:
         _check_masters(state, sizes.keys() - kept)
     options = {"keep": keep, "ignore": ignore, "cast": cast}
-    shardings = [_matching.stored_struct(leaf.value).sharding for leaf in leaves]
-    together = not all(sharding.is_fully_addressable for sharding in shardings)
-    if together:
-        lines = (f"{name} is {tensor.name}" for name, tensor in stored.items())
-        texts = {"tensors": "\n".join(lines), "parts": "\n".join(map(str, sources))}
-        _save.agree(
-            "zerojax.checkpoint.import_safetensors",
-            _save.absolute(path),
-            params,
-            **options,
-            **texts,
-        )
+    together = _agree(_save.absolute(path), params, stored, parts=sources, **options)
     tensors = _names.arranged(stored, [one for one in sources if one.leaf not in kept], sizes)
     saved = {name: struct for name, (struct, _) in tensors.items()}
     options |= {"theirs": {one.leaf: one.tensor for one in reversed(sources)}}
@@ -190,6 +180,19 @@ def import_safetensors(
             to_read, value = encoding(to_read, code.coding, sizes[name]), code.leaf.value
         read[name if code is None else code.leaf.name] = _placed(to_read, value)
     return _matching.filled(params, read)
+
+
+def _agree(
+    path: epath.Path, params: PyTree, stored: Mapping[str, FileTensor], **options: Any
+) -> bool:
+    """Returns whether the processes read together; raises where they would read other tensors."""
+    structs = map(_matching.stored_struct, jax.tree.leaves(params))
+    if all(struct.sharding.is_fully_addressable for struct in structs):
+        return False
+    lines = (f"{name} is {tensor.name}" for name, tensor in stored.items())
+    call = "zerojax.checkpoint.import_safetensors"
+    _save.agree(call, path, params, tensors="\n".join(lines), **options)
+    return True
 
 
 class _Codes(NamedTuple):

@@ -344,7 +344,8 @@ def shard_batch(
     check((batch,), batch_roles, len(local_parts(mesh, axes)), padding=padding)
     leaves, treedef = jax.tree.flatten(batch)
     if mesh.is_multi_process:
-        _agree_on_rows(_fingerprint.of_shapes(batch), mesh)
+        places = _fingerprint.show([spec(role, axes) for role in batch_roles])
+        _agree_on_rows(_fingerprint.of_shapes(batch), places, mesh)
 
     def placed(value: ArrayLike, role: Role) -> Array:
         sharding = NamedSharding(mesh, spec(role, axes))
@@ -364,12 +365,12 @@ def spec(role: Role, axes: Sequence[str]) -> PartitionSpec:
 
 
 @_compat.device_cache
-def _agree_on_rows(rows: str, mesh: Mesh) -> None:
+def _agree_on_rows(rows: str, places: str, mesh: Mesh) -> None:
     """Raises where processes have different numbers of rows: each infers the batch from its own.
 
     The cache has them compare each shape of a batch once.
     """
-    items = {"the rows of one process": rows}
+    items = {"the rows of one process": rows, "how they are split": places}
     _agreement.agree("shard_batch", lambda: items, mesh, ordered=False)
 
 

@@ -74,6 +74,7 @@ class Plan(Layout):
             placed = treedefs[0].unflatten(leaves)
         else:
             _refusals.check_alive(state)
+            self._agree(lambda: {"the leaves": _fingerprint.of_shapes(state)})
             state = stored_with(_carried.without_plan(on_host(state)), self.precision)
             leaves, treedef = jax.tree.flatten(state)
             self.check_structure(state)
