@@ -30,7 +30,7 @@ RANKS = (
     "_loss",
     "_features",
     "_step",
-    "_checkpoint run tools._audit tools._doctor tools._launch aot manual nnx",
+    "_checkpoint run tools._audit tools._launch aot manual nnx",
     "tools._verify tools._forecast checkpoint",
     "tools._flags tools._meter",
     "tools._cli",

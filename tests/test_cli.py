@@ -40,7 +40,7 @@ def told(run):
 def test_help_names_every_command(run):
     code, out, _ = run("--help")
     assert code == OK
-    for command in ("forecast", "study", "audit", "launch", "doctor", "table"):
+    for command in ("forecast", "study", "audit", "launch", "table"):
         assert command in out
         assert run(command, "--help")[0] == OK
     assert f"\n{zerojax.aot.install_command()}\n" in run("forecast", "--help")[1]

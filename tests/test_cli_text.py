@@ -76,7 +76,6 @@ def test_no_line_of_the_command_line_is_longer_than_80(run, monkeypatch):
         ("--help",),
         *((name, flag) for name in COMMANDS for flag in ("--help", "--explain")),
         ("launch", "--help"),
-        *(("doctor", flag) for flag in ("--help", "--explain")),
     ):
         _, out, err = run(*command)
         assert out and not err and not long_lines(out), command

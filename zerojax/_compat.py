@@ -314,12 +314,6 @@ def is_nvidia_gpu(device: Device) -> bool:
     return is_gpu(device) and device.platform != "rocm"
 
 
-def capability(device: Device) -> int:
-    """Returns the first number of an NVIDIA GPU's compute capability, 10 of a B200; else 0."""
-    major, _, _ = str(getattr(device, "compute_capability", "")).partition(".")
-    return int(major) if is_nvidia_gpu(device) and major.isdecimal() else 0
-
-
 def is_compile_only(device: Device) -> bool:
     """Whether code can be compiled for a device and not run: see `zerojax.aot`."""
     return type(getattr(device, "client", None)).__name__.startswith("CompileOnly")

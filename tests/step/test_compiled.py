@@ -1,5 +1,7 @@
 """Steps that are compiled before the loop, kept in files, and loaded; and JAX's own cache."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ import zerojax.nnx
 from tests.conftest import make_mesh
 from tests.processes import python
 from tests.reference import assert_close
+from zerojax._run import programs
 
 TX = optax.adam(1e-2)
 ROWS = np.linspace(-1, 1, 16 * 32, dtype="f").reshape(16, 32)
@@ -226,3 +229,12 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert value != second.split()[2]
     assert f"zerojax: compiled programs are kept in {tmp_path}/zerojax/programs" in said
     assert "compiled programs" not in quiet
+
+
+def test_a_folder_that_the_user_names_and_cannot_write(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "file"))
+    undecided = types.SimpleNamespace(jax_compilation_cache_dir="", jax_enable_compilation_cache=1)
+    monkeypatch.setattr(programs, "jax", types.SimpleNamespace(config=undecided))
+    with pytest.warns(UserWarning, match=r"ZEROJAX_CACHE=.*file: compiled programs are not kept"):
+        programs.keep.__wrapped__()

@@ -1,4 +1,4 @@
-"""The command line: zerojax forecast | study | audit | table | launch | doctor.
+"""The command line: zerojax forecast | study | audit | table | launch.
 
 It exits with 0 where all is well, with 1 where something does not fit or breaks its contract, and
 with 2 on bad input.
@@ -27,7 +27,7 @@ from zerojax._plan.precision import Precision
 from zerojax._run import programs as _programs
 from zerojax._table import Table, fitted, paragraphs
 from zerojax._types import PyTree
-from zerojax.tools import _doctor, _launch
+from zerojax.tools import _launch
 from zerojax.tools._audit.report import Report, check_limits
 from zerojax.tools._flags import parser
 from zerojax.tools._forecast import cache as _cache, network as _network, presets as _presets
@@ -54,8 +54,8 @@ Outcome: TypeAlias = tuple[Any, object, str, bool]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    runs = {"forecast": forecast, "study": study, "audit": audit, "launch": launch}
-    runs |= {"doctor": doctor, "table": table}
+    runs = {"forecast": forecast, "study": study, "audit": audit}
+    runs |= {"launch": launch, "table": table}
     with fitted():
         return _run(parser(runs).parse_args(argv))
 
@@ -201,12 +201,6 @@ def launch(arguments: argparse.Namespace) -> Outcome:
     print(f"zerojax: {meet} at {hosts.address}:{hosts.port}", file=sys.stderr, flush=True)
     command = [sys.executable, *program]
     sys.exit(_launch.launch(command, environments, arguments.logs, arguments.grace))
-
-
-def doctor(_: argparse.Namespace) -> Outcome:
-    result = _doctor.examined(jax.local_devices(), os.environ)
-    text = str(result) if result.rows else "\n".join(result.title)
-    return result, result.to_dict(), text, not result.rows
 
 
 def state_bytes(params: float, devices: int, stage: int, widths: Sequence[float]) -> float:

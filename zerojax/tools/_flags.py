@@ -13,13 +13,12 @@ import zerojax
 from zerojax import aot
 from zerojax._table import Table
 from zerojax.tools._audit.report import TRAFFIC_EXPLAINED
-from zerojax.tools._doctor import DOCTOR_EXPLAINED
 from zerojax.tools._forecast.case import CASE_COLUMNS, STAGE
 from zerojax.tools._forecast.forecast import STAGES, WorkOptions
 from zerojax.tools._forecast.presets import PRESETS
 from zerojax.tools._forecast.study import STUDY_COLUMNS
 
-SUMMARY = "ZeRO for JAX: forecast, study, audit, table; launch, doctor. Tables fit the terminal."
+SUMMARY = "ZeRO for JAX: forecast, study, audit, table, launch. Tables fit the terminal."
 OWN_MODEL = "module:function or file.py:function"
 TABLE_EXPLAINED = {
     "parameters": "The parameters of the model, in billions.",
@@ -187,11 +186,6 @@ COMMANDS: dict[str, tuple[str, Mapping[str, str], dict[str, dict[str, Any]]]] = 
             "program": {"help": "train.py, or with -m a module"},
             "arguments": {"help": "of the program", "nargs": argparse.REMAINDER},
         },
-    ),
-    "doctor": (
-        "lists what is known to hang or slow runs on this machine, and the remedies",
-        DOCTOR_EXPLAINED,
-        {},
     ),
     "table": (
         "prints the ZeRO paper's memory table, or yours",
