@@ -553,24 +553,3 @@ def test_a_rolled_layer_without_a_checkpoint_keeps_less_than_an_unrolled_one():
         args = plan.abstract()[0], zerojax.aot.batch(shape, plan), KEY
         peaks.append(grad.lower(*args).compile().memory_analysis().temp_size_in_bytes)
     assert peaks[0] < 0.8 * peaks[1]
-
-
-def test_small_parameters_travel_side_by_side_on_cpus():
-    """Outside of loops, where they are many; and each layer's in a loop."""
-    params = {f"w{n}": normal(n, 30, 64) for n in range(70)}  # sharded along the second dimension
-
-    def loss(params, x, _):
-        w = sum(n * jnp.tanh(w) for n, w in enumerate(params.values()))
-        return jnp.mean(jnp.tanh(x @ w) ** 2)
-
-    rows = normal(0, 8, 30) / 1000
-    plan = planned(params)
-    placed = plan.place((jax.tree.map(jnp.asarray, params), ()))[0]
-    grad = jax.jit(zerojax.value_and_grad(loss, plan)).trace(placed, rows, KEY)
-    text = grad.lower().as_text()
-    assert text.count("stablehlo.all_gather") == 2 and text.count("stablehlo.reduce_scatter") == 1
-    got = grad.lower().compile()(placed, rows, KEY)
-    assert_close(got, jax.jit(jax.value_and_grad(loss))(params, rows, KEY), 1e-5)
-    text = gradients(*plain(dense, True))[0].lower().as_text()
-    # Forward and backward gather a layer, the embedding and the scale.
-    assert text.count("stablehlo.all_gather") == 6

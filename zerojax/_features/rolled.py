@@ -19,16 +19,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn
-from jax.sharding import Mesh
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
 from zerojax._features.alike import one_for_all, same_as
-from zerojax._features.bundles import MANY, Bundle, Codecs, bundled
-from zerojax._features.runs import LEAST, Place, Repeats, Stretch, made_by
+from zerojax._features.runs import LEAST, Codecs, Place, Repeats, Stretch, made_by
 from zerojax._kernel.jaxprs import Atom, Var, is_var, reads, type_of, unclosed
-from zerojax._kernel.pieces import unique
-from zerojax._kernel.places import LeafPlan
+from zerojax._kernel.pieces import common_path, unique
+from zerojax._kernel.places import LeafPlan, Placement
 from zerojax._loss.trace import typed
 
 # [Note: rolling a loop up]
@@ -54,15 +53,17 @@ square squeeze stop_gradient sub tan tanh transpose xor
 """
 FUSED = frozenset(_NAMES.split())
 
+Stack = tuple[int, ...]  # the positions of the parameters that it stacks, a layer's each
+
 
 @dataclasses.dataclass(frozen=True)
 class Rolled:
     """A loss whose layers are rolled up. Its inputs are parameters, then those of the loss, then
-    constants. Its parameters are bundles of the loss's, and then single ones."""
+    constants. Its parameters are stacks of the loss's, and then single ones."""
 
     jaxpr: Jaxpr
     constants: Sequence[ArrayLike]
-    bundles: Sequence[Bundle]
+    stacks: Sequence[Stack]
     own: Sequence[int]  # the positions of single parameters
     params: Sequence[LeafPlan]  # of the loss
     told: list[str] = dataclasses.field(default_factory=list)  # to the user
@@ -70,41 +71,71 @@ class Rolled:
     @property
     def leaves(self) -> list[LeafPlan]:
         """The plans of the parameters."""
-        bundles = [bundle.leaf(self.params) for bundle in self.bundles]
-        return [*bundles, *(self.params[at] for at in self.own)]
+        stacks = [_stacked_leaf([self.params[at] for at in stack]) for stack in self.stacks]
+        return [*stacks, *(self.params[at] for at in self.own)]
 
     def joined(self, values: Sequence[Array], dtypes: Sequence[DTypeLike]) -> list[Array]:
-        """Returns the parameters, from those of the loss: bundles in these dtypes."""
-        pairs = zip(self.bundles, dtypes, strict=False)
-        return [*(b.joined(values, dtype) for b, dtype in pairs), *(values[at] for at in self.own)]
+        """Returns the parameters, from those of the loss: stacks in these dtypes."""
+        pairs = zip(self.stacks, dtypes, strict=False)
+        stacks = [jnp.stack([values[at].astype(dtype) for at in stack]) for stack, dtype in pairs]
+        return [*stacks, *(values[at] for at in self.own)]
 
     def split(self, grads: Sequence[Any]) -> list[Any]:
         """Returns the gradients of the loss's parameters."""
-        each: dict[int, Any] = dict(zip(self.own, grads[len(self.bundles) :], strict=True))
-        for bundle, grad in zip(self.bundles, grads, strict=False):
-            for at, part in bundle.split(grad).items():
+        each: dict[int, Any] = dict(zip(self.own, grads[len(self.stacks) :], strict=True))
+        for stack, grad in zip(self.stacks, grads, strict=False):
+            for at, part in zip(stack, _layers_of(grad), strict=True):
                 each[at] = each[at] + part if at in each else part
         return [each[at] for at in range(len(self.params))]
 
     @property
     def named_after(self) -> list[str]:
-        """Of each bundle, the path of a parameter that travels as all of it do."""
-        return [self.params[bundle.rows[0][0]].path for bundle in self.bundles]
+        """Of each stack, the path of a parameter that travels as all of it do."""
+        return [self.params[stack[0]].path for stack in self.stacks]
 
     @property
     def are_whole(self) -> list[bool]:
-        """Whether the gradients of each bundle are all that its parameters have."""
-        rows = [row for bundle in self.bundles for row in bundle.rows]
-        times = Counter(at for row in [*rows, self.own] for at in row)
-        return [all(times[at] == 1 for row in b.rows for at in row) for b in self.bundles]
+        """Whether the gradients of each stack are all that its parameters have."""
+        times = Counter(at for stack in [*self.stacks, self.own] for at in stack)
+        return [all(times[at] == 1 for at in stack) for stack in self.stacks]
 
 
 def unrolled(loss: Jaxpr, params: Sequence[LeafPlan]) -> Rolled:
     return Rolled(loss, (), (), range(len(params)), params)
 
 
+def _stacked_leaf(leaves: Sequence[LeafPlan]) -> LeafPlan:
+    """Returns the plan of a stack, from those of its layers."""
+    first = leaves[0]
+
+    def over(place: Placement) -> Placement:
+        return dataclasses.replace(place, spec=PartitionSpec(None, *place.spec))
+
+    return dataclasses.replace(
+        first,
+        path=common_path([leaf.path for leaf in leaves]),
+        shape=(len(leaves), *first.shape),
+        stacked=True,
+        rest=over(first.rest),
+        near=over(first.near),
+        grad=first.grad and over(first.grad),
+        update=over(first.update),
+    )
+
+
+def _layers_of(stack: Array) -> list[Array]:
+    """Returns the layers of a stack.
+
+    XLA compiles fusions that are alike once. One with a slice at a constant is like no other: 300
+    slices of small weights take 11 s to compile on CPUs, and 2 s this way.
+    """
+    layer = functools.partial(lax.dynamic_index_in_dim, stack, allow_negative_indices=False)
+    numbers = lax.optimization_barrier(list(map(jnp.int32, range(len(stack)))))
+    return [layer(number, keepdims=False) for number in numbers]
+
+
 def roll(
-    loss: Jaxpr, params: Sequence[LeafPlan], codecs: Sequence[Codecs], mesh: Mesh, when: bool | str
+    loss: Jaxpr, params: Sequence[LeafPlan], codecs: Sequence[Codecs], when: bool | str
 ) -> Rolled:
     """Returns the loss, whose first inputs are parameters with these plans, with rolled layers.
 
@@ -113,7 +144,7 @@ def roll(
     """
     search = Repeats(loss, params, codecs)
     loops, told, stacked = [], [], set()
-    for run in search.runs(0, len(search.eqns)) if when else ():
+    for run in search.runs(0, len(search.eqns)):
         loop = _Scanned(search, run)
         # A weight that two loops read would be gathered by both.
         if not (loop.stacks and loop.carried and stacked.isdisjoint(loop.weights)):
@@ -127,12 +158,12 @@ def roll(
                 f"{loop} stay a Python loop, because no jax.checkpoint (nn.remat, nnx.remat) is "
                 "around each: roll=True needs less memory and, on GPUs, more time"
             )
-    told += _left(search, [loop.run for loop in loops]) if when else ()
+    told += _left(search, [loop.run for loop in loops])
     if when is True and not told:
         alike = f"no {LEAST} layers in a row are alike, each with weights of its own"
         told = [f"roll=True rolls up nothing: {alike}"]
-    rolled = _Rolling(search, loops, mesh).rolled()
-    return dataclasses.replace(rolled or unrolled(loss, params), told=told)
+    rolled = _Rolling(search, loops).rolled() if loops else unrolled(loss, params)
+    return dataclasses.replace(rolled, told=told)
 
 
 def _left(search: Repeats, runs: Sequence[Stretch]) -> Iterator[str]:
@@ -154,34 +185,21 @@ def _left(search: Repeats, runs: Sequence[Stretch]) -> Iterator[str]:
 
 
 class _Rolling:
-    """A loss with loops in place of their layers, and its parameters in bundles."""
+    """A loss with loops in place of their layers, and its parameters in stacks."""
 
-    def __init__(self, search: Repeats, loops: Sequence["_Scanned"], mesh: Mesh) -> None:
+    def __init__(self, search: Repeats, loops: Sequence["_Scanned"]) -> None:
         self.search, self.loops = search, loops
-        self.bundles: dict[Var, Bundle] = {}
-        for loop in loops:
-            for bundle in bundled(loop.stacks, True, search.leaves, search.codecs, mesh):
-                loop.bundles.append(self.brought_in(bundle))
-        looped = {at for loop in loops for row in loop.stacks for at in row}
-        params = enumerate(search.leaves)
-        rows = [(at,) for at, leaf in params if at not in looped and not leaf.stacked]
-        packs = bundled(rows, False, search.leaves, search.codecs, mesh)
-        self.packs = [self.brought_in(pack) for pack in packs if len(pack.leaves) >= MANY]
+        self.stacks = {stack: self.brought_in(stack) for loop in loops for stack in loop.stacks}
 
-    def brought_in(self, bundle: Bundle) -> tuple[Var, Bundle]:
-        at = bundle.rows[0][0]
-        leaf = bundle.leaf(self.search.leaves)
-        aval = ShapedArray(leaf.shape, type_of(self.search.loss.invars[at]).dtype)
-        var = _compat.fresh(self.search.loss.invars[at], aval)
-        self.bundles[var] = bundle
-        return var, bundle
+    def brought_in(self, stack: Stack) -> Var:
+        """Returns a variable for a stack."""
+        var = self.search.loss.invars[stack[0]]
+        aval = ShapedArray((len(stack), *type_of(var).shape), type_of(var).dtype)
+        return _compat.fresh(var, aval)
 
-    def rolled(self) -> Rolled | None:
-        """Returns the loss, None where it stays as it is."""
-        if not self.bundles:
-            return None
+    def rolled(self) -> Rolled:
         search, constants = self.search, self.search.inliner.constants
-        inputs = [*self.bundles, *search.loss.invars, *constants]
+        inputs = [*self.stacks.values(), *search.loss.invars, *constants]
         avals = list(map(type_of, inputs))
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
         shapes = typed(shapes, jax.sharding.get_abstract_mesh())
@@ -189,24 +207,22 @@ class _Rolling:
         jaxpr, more = unclosed(trace(*shapes))
         jaxpr = _compat.without_unread(jaxpr)
         read = {v for eqn in jaxpr.eqns for v in reads(eqn)} | {*filter(is_var, jaxpr.outvars)}
-        first, last = len(self.bundles), len(self.bundles) + len(search.leaves)
-        inside = {at for bundle in self.bundles.values() for row in bundle.rows for at in row}
+        first, last = len(self.stacks), len(self.stacks) + len(search.leaves)
+        inside = {at for stack in self.stacks for at in stack}
         params = enumerate(jaxpr.invars[first:last])
         own = {at: v for at, v in params if v in read or at not in inside}
         invars = [*jaxpr.invars[:first], *own.values(), *jaxpr.invars[last:]]
         jaxpr = _compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars)
         constants = [*constants.values(), *more]
-        return Rolled(jaxpr, constants, list(self.bundles.values()), [*own], search.leaves)
+        return Rolled(jaxpr, constants, [*self.stacks], [*own], search.leaves)
 
     def run(self, env: dict[Var, Array]) -> list[Array]:
         """Returns the outputs of the loss, from its inputs."""
         search, at = self.search, 0
-        for var, pack in self.packs:
-            parts = zip(pack.rows[0], pack.parts(env[var]), strict=True)
-            env |= {search.loss.invars[at]: part for at, part in parts}
         for loop in self.loops:
             self.run_between(at, loop.run.start, env)
-            env |= loop.results(env, functools.partial(self.value, env))
+            stacks = [env[self.stacks[stack]] for stack in loop.stacks]
+            env |= loop.results(stacks, functools.partial(self.value, env))
             at = loop.run.stop
         self.run_between(at, len(search.eqns), env)
         return [self.value(env, v) for v in search.outvars]
@@ -240,8 +256,7 @@ class _Scanned:
         self.shared: dict[Atom, Var] = {}
         self.carried: dict[Hashable, tuple[Place, Atom, Var]] = {}  # by place and first value
         self.scanned: dict[Hashable, tuple[tuple[Atom, ...], Var]] = {}
-        self.stacks: dict[tuple[int, ...], Var] = {}  # by the positions of parameters
-        self.bundles: list[tuple[Var, Bundle]] = []  # of these stacks
+        self.stacks: dict[Stack, Var] = {}
         self.before: list[JaxprEqn] = []  # what comes from weights only, in each layer
         self.moved: dict[tuple[Atom, ...], Var] = {}
         layers = [search.eqns[run.layer(k)] for k in range(run.count)]
@@ -315,7 +330,7 @@ class _Scanned:
         self.before.append(eqn)
         return eqn.outvars[places[0][1]]
 
-    def results(self, env: dict[Var, Array], value: Callable[[Atom], Array]) -> dict[Var, Array]:
+    def results(self, stacks: list[Array], value: Callable[[Atom], Array]) -> dict[Var, Array]:
         """Runs the loop, and returns what equations after it read."""
         used = self.used_later()
         places = [place for place, *_ in self.carried.values()]
@@ -329,24 +344,18 @@ class _Scanned:
         scanned = [jnp.stack(list(map(value, atoms))) for atoms, _ in self.scanned.values()]
 
         def layer(carry: list[Array], xs: tuple[list, list]) -> tuple[list[Array], list[Array]]:
-            scanned, bundles = xs
-            weights: dict[tuple[int, ...], Array] = {}
-            for (_, bundle), full in zip(self.bundles, bundles, strict=True):
-                stacks = zip(*bundle.rows, strict=True)
-                weights |= dict(zip(stacks, bundle.parts(full), strict=True))
-            own = [weights[stack] for stack in self.stacks]
-            values = _compat.run_jaxpr(body, [*shared, *carry, *scanned, *own])
+            scanned, weights = xs
+            values = _compat.run_jaxpr(body, [*shared, *carry, *scanned, *weights])
             return values[: len(carry)], values[len(carry) :]
 
         if not self.is_checkpointed:
             layer = jax.checkpoint(layer, policy=_keeps, prevent_cse=False)
-        xs = scanned, [env[var] for var, _ in self.bundles]
-        carried, ys = lax.scan(layer, carried, xs, length=self.run.count)
-        last, stacks = dict(zip(places, carried, strict=True)), dict(zip(outs, ys, strict=True))
+        carried, ys = lax.scan(layer, carried, (scanned, stacks), length=self.run.count)
+        last, outputs = dict(zip(places, carried, strict=True)), dict(zip(outs, ys, strict=True))
 
         def of(number: int, place: Place) -> Array:
             is_last = number == self.run.count - 1 and place in last
-            return last[place] if is_last else stacks[place][number]
+            return last[place] if is_last else outputs[place][number]
 
         return {v: of(*at) for v, at in used.items()}
 

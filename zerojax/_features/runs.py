@@ -11,15 +11,17 @@ from jax.extend.core import DropVar, Jaxpr, JaxprEqn
 
 from zerojax import _compat
 from zerojax._features.alike import Keys, opens
-from zerojax._features.bundles import Codecs
 from zerojax._kernel.jaxprs import Atom, Inliner, Var, is_var, reads, type_of
 from zerojax._kernel.places import LeafPlan
+from zerojax._kernel.travel import Codec
 
 LEAST = 3  # layers of a loop: two are as fast without one
 # What is tried, so that the search takes less time than a trace: the most frequent periods, the
 # starts of one where the fewest bytes pass, the distances to so many alike equations.
 PERIODS, STARTS, NEXT = 64, 4, 16
 SLICES = frozenset({"slice", "squeeze"})  # how JAX reads `x[2]`
+
+Codecs = tuple[Codec, Codec]  # in which a weight is gathered, and its gradient reduced
 
 
 @dataclasses.dataclass(frozen=True)

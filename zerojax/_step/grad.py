@@ -166,8 +166,7 @@ def loss_and_grads(
     done: dict[int, Array] = {}
     for update, stacks in zip(program.updated, new, strict=True):
         done.update(zip(update.stacks, stacks, strict=True))
-    rows = [row for k in program.normed for row in program.rolled.bundles[k].rows]
-    normed = {at for row in rows for at in row}
+    normed = {at for k in program.normed for at in program.rolled.stacks[k]}
     norms = list(map(jnp.sqrt, squares))
     known, kept = {}, frozenset[int]()
     if passes is not None:

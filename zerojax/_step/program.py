@@ -61,9 +61,9 @@ class Program(DeviceStep[StepParam]):
         if options.accumulate > 1:
             loss, self.counter, self.hoisted = _mean.hoist_counts(loss, len(plan.params))
         self.rolled = unrolled(loss, plan.params)
-        if axes_size(plan.mesh, plan.groups.params) > 1:
+        if options.roll and axes_size(plan.mesh, plan.groups.params) > 1:
             ways = [codecs_of(leaf, self.precision, plan) for leaf in plan.params]
-            up = functools.partial(roll, loss, plan.params, ways, plan.mesh, options.roll)
+            up = functools.partial(roll, loss, plan.params, ways, options.roll)
             self.rolled = as_one_device(up, plan.mesh, plan.batch_axes)
         elif options.roll is True:
             self.rolled.told.append("roll=True rolls up nothing: no parameter is sharded (stage 3)")
