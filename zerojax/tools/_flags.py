@@ -93,6 +93,7 @@ def _of_options() -> dict[str, dict[str, Any]]:
 _several = {"nargs": "+"}
 _rate, _stage = {"type": functools.partial(positive, float)}, {"type": int, "choices": STAGES}
 _whole, _size = ({"type": functools.partial(positive, kind)} for kind in (int, size))
+_switch: dict[str, Any] = {"action": "store_true", "default": None}
 _set = {"type": setting, "action": "append", "dest": "settings", "metavar": "NAME=VALUE"}
 _codes = "int8 or float8_e4m3fn"
 OF_STEPS = _of_options() | {
@@ -103,16 +104,8 @@ OF_STEPS = _of_options() | {
     "--host-link": {"help": "GB/s between a GPU and its host's memory, each way: 25", **_rate},
     "--set": {"help": "an argument of the function, or a field; repeatable", "default": [], **_set},
     "--no-cache": {"help": "compile again", "dest": "cache", "action": "store_false"},
-    "--master": {
-        "help": "bf16 parameters, fp32 master copies",
-        "action": "store_true",
-        "default": None,
-    },
-    "--split": {
-        "help": "bf16 parameters, masters as 8-bit corrections of them",
-        "action": "store_true",
-        "default": None,
-    },
+    "--master": {"help": "bf16 parameters, fp32 master copies", **_switch},
+    "--split": {"help": "bf16 parameters, masters as 8-bit corrections of them", **_switch},
     "--moments": {"help": "the optimizer's moments are kept in: bfloat16 or int8"},
     "--compute": {"help": "dtype that module:function computes in: bfloat16"},
     "--gather": {"help": f"weights travel quantized: {_codes}"},
@@ -123,82 +116,68 @@ _remat = {"help": "of presets: none, dots, full (default), or what is kept: qkv+
 _plot = {"help": "write a picture", "metavar": "FILE"}
 A_PRESET = f"a model by size ({', '.join(PRESETS)})"
 # By command: what it does, the columns of its table, its argument and its flags.
-COMMANDS: dict[str, tuple[str, Mapping[str, str], dict[str, dict[str, Any]]]] = {
-    "forecast": (
-        "forecasts memory, traffic and speed of a step, by compiling it",
-        {title: about for title, (_, _, about) in CASE_COLUMNS.items()},
-        {
-            "model": {"help": f"{A_PRESET}, {OWN_MODEL}"},
-            **OF_STEPS,
-            **_stages,
-            **{name: OF_STEPS[name] | _several for name in ("--accumulate", "--order")},
-            "--remat": _remat | _several,
-            "--choose": {
-                "help": "find the fastest way that fits, and its Python",
-                "action": "store_true",
-            },
-        },
-    ),
-    "study": (
-        "forecasts models on several numbers of GPUs: how throughput scales",
-        {title: about for title, (_, _, about) in STUDY_COLUMNS.items()},
-        {
-            "models": {"help": f"{A_PRESET}, or {OWN_MODEL}", "metavar": "model", **_several},
-            **OF_STEPS,
-            "--gpus": {"help": "such as 64xH100 128xH100", "required": True, **_several},
-            "--stages": {**_stage, **_several},
-            "--rows": {
-                "help": "of each GPU: numbers, or largest (default)",
-                "type": value,
-                **_several,
-            },
-            "--remat": _remat,
-            "--plot": _plot,
-        },
-    ),
-    "audit": (
-        "lists what a compiled program sends and holds; checks its contract",
-        TRAFFIC_EXPLAINED,
-        {
-            "model": {"help": f"a file of HLO text, a preset, {OWN_MODEL}", "metavar": "program"},
-            **OF_STEPS,
-            "--gpu": {"help": "whose speed to model for HLO text, such as H100"},
-            "--stage": {"dest": "stages", "default": 3, **_stage},
-            "--max-peak-bytes": {"type": size},
-            "--min-overlap": {"type": float},
-            "--plot": _plot,
-        },
-    ),
-    "launch": (
-        "starts a program as one process for each GPU of this host, and ends all together",
-        {},
-        {
-            "-n": {"help": "processes of this host", "dest": "processes", "metavar": "N", **_whole},
-            "--devices": {"help": "of each process: 1", "default": 1, **_whole},
-            "--cpu": {"help": "rehearse on emulated devices", "action": "store_true"},
-            "--nodes": {"help": "hosts of the run, each with as many processes", **_whole},
-            "--node": {"help": "the number of this host, from 0", "type": int},
-            "--address": {"help": "host 0, as the others reach it"},
-            "--port": {"help": "of process 0", "type": int},
-            "--logs": {"help": "a file for each process in this folder", "metavar": "FOLDER"},
-            "--grace": {"help": "seconds to end in when one fails: 5", "default": 5.0, **_rate},
-            "-m": {"help": "run a module", "dest": "is_module", "action": "store_true"},
-            "program": {"help": "train.py, or with -m a module"},
-            "arguments": {"help": "of the program", "nargs": argparse.REMAINDER},
-        },
-    ),
-    "table": (
-        "prints the ZeRO paper's memory table, or yours",
-        TABLE_EXPLAINED,
-        {
-            "--params": {**_size, "default": [7.5e9, 128e9, 1e12], **_several},
-            "--devices": {**_whole, "default": [1, 4, 16, 64, 256, 1024], **_several},
-            "--stages": {"default": STAGES, **_stage, **_several},
-            "--param-bytes": {"type": float, "default": 2},
-            "--grad-bytes": {"type": float, "default": 2},
-            "--optimizer-bytes": {"type": float, "default": 12},
-        },
-    ),
+ABOUT = {
+    "forecast": "forecasts memory, traffic and speed of a step, by compiling it",
+    "study": "forecasts models on several numbers of GPUs: how throughput scales",
+    "audit": "lists what a compiled program sends and holds; checks its contract",
+    "launch": "starts a program as one process for each GPU of this host, and ends all together",
+    "table": "prints the ZeRO paper's memory table, or yours",
+}
+COLUMNS: dict[str, Mapping[str, str]] = {
+    "forecast": {title: about for title, (_, _, about) in CASE_COLUMNS.items()},
+    "study": {title: about for title, (_, _, about) in STUDY_COLUMNS.items()},
+    "audit": TRAFFIC_EXPLAINED,
+    "table": TABLE_EXPLAINED,
+}
+FLAGS: dict[str, dict[str, dict[str, Any]]] = {
+    "forecast": {
+        "model": {"help": f"{A_PRESET}, {OWN_MODEL}"},
+        **OF_STEPS,
+        **_stages,
+        **{name: OF_STEPS[name] | _several for name in ("--accumulate", "--order")},
+        "--remat": _remat | _several,
+        "--choose": {"help": "find the fastest way that fits, and its Python", **_switch},
+    },
+    "study": {
+        "models": {"help": f"{A_PRESET}, or {OWN_MODEL}", "metavar": "model", **_several},
+        **OF_STEPS,
+        "--gpus": {"help": "such as 64xH100 128xH100", "required": True, **_several},
+        **_stages,
+        "--rows": {"help": "of each GPU: numbers, or largest (default)", "type": value, **_several},
+        "--remat": _remat,
+        "--plot": _plot,
+    },
+    "audit": {
+        "model": {"help": f"a file of HLO text, a preset, {OWN_MODEL}", "metavar": "program"},
+        **OF_STEPS,
+        "--gpu": {"help": "whose speed to model for HLO text, such as H100"},
+        "--stage": {"dest": "stages", "default": 3, **_stage},
+        "--max-peak-bytes": {"type": size},
+        "--min-overlap": {"type": float},
+        "--plot": _plot,
+    },
+    "launch": {
+        "-n": {"help": "processes of this host", "dest": "processes", "metavar": "N", **_whole},
+        "--devices": {"help": "of each process: 1", "default": 1, **_whole},
+        "--cpu": {"help": "rehearse on emulated devices", "action": "store_true"},
+        "--nodes": {"help": "hosts of the run, each with as many processes", **_whole},
+        "--node": {"help": "the number of this host, from 0", "type": int},
+        "--address": {"help": "host 0, as the others reach it"},
+        "--port": {"help": "of process 0", "type": int},
+        "--logs": {"help": "a file for each process in this folder", "metavar": "FOLDER"},
+        "--grace": {"help": "seconds to end in when one fails: 5", "default": 5.0, **_rate},
+        "-m": {"help": "run a module", "dest": "is_module", "action": "store_true"},
+        "program": {"help": "train.py, or with -m a module"},
+        "arguments": {"help": "of the program", "nargs": argparse.REMAINDER},
+    },
+    "table": {
+        "--params": {**_size, "default": [7.5e9, 128e9, 1e12], **_several},
+        "--devices": {**_whole, "default": [1, 4, 16, 64, 256, 1024], **_several},
+        "--stages": {"default": STAGES, **_stage, **_several},
+        "--param-bytes": {"type": float, "default": 2},
+        "--grad-bytes": {"type": float, "default": 2},
+        "--optimizer-bytes": {"type": float, "default": 12},
+    },
 }
 
 
@@ -210,15 +189,14 @@ def parser(runs: Mapping[str, Callable[[argparse.Namespace], Any]]) -> argparse.
     # Which leaves texts below flags, and the command in them, as they are.
     style: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     for name, run in runs.items():
-        about, columns, flags = COMMANDS[name]
-        command = commands.add_parser(name, help=about, description=about, **style)
+        command = commands.add_parser(name, help=ABOUT[name], description=ABOUT[name], **style)
         command.set_defaults(run=run, hint=f"The columns: {command.prog} --explain")
-        for flag, keywords in flags.items():
+        for flag, keywords in FLAGS[name].items():
             command.add_argument(flag, **keywords)
-        if not columns:
+        if name not in COLUMNS:
             continue
         header = "column", "what it says"
-        explained = Table(header, list(columns.items()), flexible=header[1:])
+        explained = Table(header, list(COLUMNS[name].items()), flexible=header[1:])
         without = f"Nothing was run. For the table itself: {command.prog} without --explain."
         command.add_argument(
             "--explain",
@@ -227,6 +205,6 @@ def parser(runs: Mapping[str, Callable[[argparse.Namespace], Any]]) -> argparse.
             help="explain the columns of the table, and exit",
         )
         command.add_argument("--json", action="store_true", help="print JSON")
-        if "--gpus" in flags:
+        if "--gpus" in FLAGS[name]:
             command.epilog = f"Needs no GPU, but a compiler for GPUs:\n\n{aot.install_command()}"
     return parser
