@@ -226,13 +226,7 @@ class Forecast(Printed):
         for note in memory.texts:  # which the line of what is usable may cross
             note.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0})
         _draw_times(times, self.cases)
-        names = []
-        for case in self.cases:
-            accumulated = f"x{case.accumulate}{case.in_layers}" if case.accumulate > 1 else ""
-            names.append(
-                ", ".join(filter(None, (f"stage {case.stage}", accumulated, case.variant)))
-            )
-        memory.set_yticks(range(len(names)), names)
+        memory.set_yticks(range(len(self.cases)), list(map(_label, self.cases)))
         memory.invert_yaxis()
         for axes in (memory, times):
             axes.spines[["top", "right"]].set_visible(False)
@@ -242,8 +236,8 @@ class Forecast(Printed):
         return _figures.finished(figure, path)
 
     def table(self) -> Table:
-        offloads = any(case.on_host for case in self.cases)
-        shown = {k: v for k, v in CASE_COLUMNS.items() if offloads or k not in (ON_HOST, HOST_WAIT)}
+        hidden = () if any(case.on_host for case in self.cases) else (ON_HOST, HOST_WAIT)
+        unread = dict.fromkeys(case.unread for case in self.cases if case.unread)
         title = [
             f"{self.gpus}, {human_bytes(self.gpu.usable)} usable of "
             f"{human_bytes(self.gpu.memory)} each",
@@ -254,13 +248,10 @@ class Forecast(Printed):
             "MFU of dense FLOP/s in 16 bits",
         ]
         return Table.of(
-            shown,
+            {k: v for k, v in CASE_COLUMNS.items() if k not in hidden},
             self.cases,
             title=["; ".join(title), *lacking(self.cases)],
-            notes=[
-                *dict.fromkeys(filter(None, (case.unread for case in self.cases))),
-                self._advice(),
-            ],
+            notes=[*unread, self._advice()],
             right=("stage", "accumulate"),
             flexible=("remat",),
             keys=3,
@@ -289,6 +280,12 @@ class Forecast(Printed):
         return " ".join([fastest, *told_to_hosts(self.gpu, [best])])
 
 
+def _label(case: Case) -> str:
+    """Names a case of a picture: 'stage 3, x2, full'."""
+    rounds = f"x{case.accumulate}{case.in_layers}" if case.accumulate > 1 else ""
+    return ", ".join(filter(None, (f"stage {case.stage}", rounds, case.variant)))
+
+
 def matmuls_of(cases: Sequence[Case]) -> list[str]:
     """Names the dtypes that each case multiplies in, mostly one."""
     dtypes = dict.fromkeys(" and ".join(case.matmuls) for case in cases if case.matmuls)
@@ -306,7 +303,7 @@ def told_to_hosts(gpu: Gpu, cases: Sequence[Case]) -> list[str]:
     crosses = any(case.network_bytes for case in cases)
     advice = _network.advice(gpu, os.environ) if crosses else ""
     pinned = max((case.pinned for case in cases), default=0)
-    return [*([advice] if advice else []), *_offload.told_of_pool(pinned)]
+    return [*filter(None, [advice]), *_offload.told_of_pool(pinned)]
 
 
 # -- the picture of a forecast
@@ -327,12 +324,10 @@ def draw_memory(
     parts = {TITLES[use]: (colours[use], nbytes) for use, nbytes in uses.items()}
     notes = [f"{case.peak / GIB:.1f}{'' if case.fits else ', does not fit'}" for case in cases]
     _draw_bars(axes, parts, GIB, notes)
-    label = "GiB per GPU at the peak"
-    if 2 * max(case.peak for case in cases) > usable:
+    if is_near := 2 * max(case.peak for case in cases) > usable:
         axes.axvline(usable / GIB, color=ink, linestyle="--", linewidth=1)
-        axes.set_xlabel(f"{label}; line: {usable / GIB:.0f} usable")
-    else:
-        axes.set_xlabel(f"{label}, of {usable / GIB:.0f} usable")
+    share = f"{'; line:' if is_near else ', of'} {usable / GIB:.0f} usable"
+    axes.set_xlabel(f"GiB per GPU at the peak{share}")
 
 
 def _draw_times(axes: PlotAxes, cases: Sequence[Case]) -> None:
