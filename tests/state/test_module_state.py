@@ -17,23 +17,6 @@ BATCH = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 TWO = make_mesh(2)
 
 
-def test_checkpointed_loops_fail_with_a_note():
-    from equinox.internal import while_loop
-
-    def loss(params, x):
-        body = lambda carry: (carry[0] + 1, jnp.tanh(carry[1] @ params["w"]))
-        run = lambda row: while_loop(
-            lambda carry: carry[0] < 3, body, (0, row), max_steps=4, kind="checkpointed"
-        )
-        return jnp.mean(jax.vmap(lambda row: run(row)[1])(x) ** 2)
-
-    params = {"w": np.ones((8, 8), "f")}
-    plan = zerojax.plan((params, ()), stage=0, mesh=TWO)
-    with pytest.raises(ValueError, match="Closure-converted") as caught:
-        zerojax.value_and_grad(loss, plan)(params, BATCH)
-    assert "diffrax.DirectAdjoint()" in " ".join(caught.value.__notes__)
-
-
 class Model(eqx.Module):
     linear: eqx.nn.Linear
     activation: object

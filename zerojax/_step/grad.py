@@ -297,11 +297,4 @@ def _noted_errors(plan: Plan) -> Iterator[None]:
                 "the batch, or place it first: jax.device_put(x, jax.sharding.NamedSharding("
                 "plan.mesh, jax.typeof(x).sharding.spec))."
             )
-        if "Closure-converted function called with different" in str(error):
-            error.add_note(
-                "A step is a jax.shard_map, and Equinox's checkpointed loops, diffrax's default "
-                "adjoint among them, run under none. Pass diffeqsolve(..., "
-                "adjoint=diffrax.DirectAdjoint()), or diffrax.BacksolveAdjoint(); pass "
-                "kind='bounded' to equinox.internal.while_loop. No adjoint of optimistix works."
-            )
         raise
