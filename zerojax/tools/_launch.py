@@ -22,6 +22,7 @@ from typing import IO, Any, BinaryIO
 
 PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 AFTER_SIGTERM = (0, 128 + signal.SIGTERM, -signal.SIGTERM)  # `Checkpoints` saves, and ends with 143
+TORCHRUN = {"nodes": "NNODES", "node": "NODE_RANK", "address": "MASTER_ADDR", "port": "MASTER_PORT"}
 PORT = 29500  # torchrun's, on which all hosts agree
 LINES_KEPT, SHOWN = 500, 20  # lines of standard error; of these without a traceback
 END_OF_LINE = re.compile(rb"\r\n|\n|\r")  # progress bars end theirs with \r
@@ -45,7 +46,8 @@ def number_of(count: int, name: str) -> str:
 
 def hosts(named: Mapping[str, Any], env: Mapping[str, str]) -> Hosts:
     """Returns the hosts that flags name, or srun, or else the variables of other launchers."""
-    told = _of_srun(env) if "SLURM_STEP_NUM_NODES" in env else _of_others(env)
+    told: dict[str, Any] = {flag: env[name] for flag, name in TORCHRUN.items() if name in env}
+    told = _of_srun(env) if "SLURM_STEP_NUM_NODES" in env else told
     asked = {name: value for name, value in named.items() if value is not None}
     count = int((told | asked).get("nodes", 1))
     alone = {"node": 0, "address": "127.0.0.1"}  # whatever a shell still has of another run
@@ -77,12 +79,6 @@ def _of_srun(env: Mapping[str, str]) -> dict[str, Any]:
     port = 61440 + int(env["SLURM_JOB_ID"]) % 4096
     name = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
     return {"nodes": count, "node": env["SLURM_NODEID"], "address": name, "port": port}
-
-
-def _of_others(env: Mapping[str, str]) -> dict[str, Any]:
-    names = {"nodes": "NNODES", "node": "NODE_RANK", "address": "MASTER_ADDR"}
-    names["port"] = "MASTER_PORT"
-    return {flag: env[name] for flag, name in names.items() if name in env}
 
 
 def _free_port() -> int:

@@ -325,8 +325,8 @@ class Module:
         if count := loop.attribute(r'known_trip_count":\{"n":"(\d+)"'):
             return int(count)
         # A step that guesses runs once as a rule, and then puts nothing back.
-        if (count := _runs_rarely(loop)) is not None:
-            return count
+        if rare := _RARE_LOOP.search(loop.op_name):
+            return int(rare[1] == "guessed")
         test = self.roots[loop.attribute(r"condition=%?([\w.\-]+)") or loop.body]
         carried, last = loop.operands[0], self.roots[loop.body]
         if test.opcode != "compare" or "direction=LT" not in test.attributes:
@@ -430,12 +430,6 @@ class Module:
             name: dict(row.split(" ", 1) for row in rows.splitlines())
             for name, rows in _TABLE.findall(self.text)
         }
-
-
-def _runs_rarely(loop: Instruction) -> int | None:
-    """Returns how often a loop runs as a rule, if it is one of a step that guesses."""
-    found = _RARE_LOOP.search(loop.op_name)
-    return None if found is None else int(found[1] == "guessed")
 
 
 def _constant(value: Instruction) -> int | None:

@@ -246,18 +246,9 @@ class _Player:
             into, more = self.result.transfers, {"by_engine": by_engine}
         else:
             return None
-        one = Sent(
-            instruction,
-            instruction.name,
-            kind,
-            nbytes,
-            starts,
-            trips,
-            tuple(loop.name for loop in loops),
-            instruction.op_name,
-            seconds,
-            **more,
-        )
+        more |= {"loops": tuple(loop.name for loop in loops), "scope": instruction.op_name}
+        more |= {"trips": trips, "seconds": seconds}
+        one = Sent(instruction, instruction.name, kind, nbytes, starts, **more)
         into.append(one)
         return one
 
