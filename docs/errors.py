@@ -30,7 +30,6 @@ PAGES = {
     "_run": ("Several processes", "hosts.md"),
     "_state": ("States and models", "models.md"),
     "_step": ("Steps", "loop.md"),
-    "_step/explicit": ("Collectives by hand", "loop.md#by-hand"),
     "tools/_verify": ("Verification", "loss.md"),
     "_wire": ("Quantized wires", "wires.md"),
     "aot": ("GPUs", "gpus.md#which-gpus-are-known"),

@@ -284,10 +284,6 @@ ROWS = {
     "gradients, kept": Row(
         "lookup", BOTH, dict(regather="gpu", batch_specs=P(None, ("node", "gpu"))), lowering.grads
     ),
-    "by hand": Row("gpt", dict(min_shard_size=1), dict(prefetch=1), lowering.by_hand),
-    "by hand, nodes": Row(
-        "gpt", dict(min_shard_size=1) | BOTH, dict(regather="gpu"), lowering.by_hand
-    ),
     "born sharded": Row("odd", dict(stage=3), {}, lowering.born),
     "plan": Row("odd", HPZ, {}, lowering.plan),
     "plan, offloaded": Row("wide", dict(offload=("opt_state", "params")), {}, lowering.plan),

@@ -5,13 +5,10 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests import nnx_models
-from zerojax import manual
 
 
 def parts(row: Any) -> tuple:
@@ -56,27 +53,6 @@ def grads(row: Any) -> str:
     loss, plan, (state, *arguments) = parts(row)
     grad = jax.jit(zerojax.value_and_grad(loss, plan, **row.options(row.step, plan)))
     return program(grad.trace(state.params, *arguments))
-
-
-def by_hand(row: Any) -> str:
-    """In a `shard_map` of the user's own; the options are those of `zerojax.manual.scan`."""
-    _, plan, (state, tokens) = parts(row)
-    specs, axes = manual.param_specs(plan), plan.batch_axes
-
-    def run(params: Any, tokens: Any) -> Any:
-        def loss(params: Any) -> Any:
-            x = manual.gather(params["embed"], jnp.bfloat16)[tokens].astype(jnp.float32)
-            layer = lambda x, p: (x + jnp.tanh(x @ p["up"]) @ p["down"], None)
-            x, _ = manual.scan(layer, x, params["blocks"], **row.options(row.step, plan))
-            return jnp.mean(x**2)
-
-        value, found = jax.value_and_grad(loss)(manual.shards(params, plan))
-        grads = jax.tree.structure(params).unflatten(jax.tree.leaves(found))
-        return jax.lax.psum(value, axes), grads
-
-    ways = {"mesh": plan.mesh, "in_specs": (specs, P(axes)), "out_specs": (P(), specs)}
-    run = jax.shard_map(run, **ways, check_vma=False)
-    return program(jax.jit(run).trace(state.params, tokens))
 
 
 def born(row: Any) -> str:

@@ -99,8 +99,6 @@ SAID = [
     (case(zerojax.run.Watchdog, float("inf")), r"inf\): pass a positive number"),
     (case(zerojax.mean, None), r"takes an array, got a NoneType. Pass one array"),
     (case(zerojax.mean, {"a": BATCH}), r"takes an array, got a dict. Pass one"),
-    (case(manual.shards, {}, 3), r"takes a plan, got 3. Make one"),
-    (case(manual.shards, PLAN, {}), r"takes a plan, got a dict. Make one"),
     (case(manual.master_weights, optax.adam, "float32"), r"tx= is adam.*adam\(1e-3\)"),
     (case(manual.master_weights, optax.adam(1e-3), "int8"), r"not a float dtype. Use one such"),
     (lambda: zerojax.unpad(placed(), 3), r"takes a plan, got 3"),

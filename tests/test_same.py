@@ -27,7 +27,6 @@ def set_in(rows, part):
         (zerojax.train_step, "step", (lowering.train, lowering.compiled)),
         (zerojax.eval_step, "step", (lowering.evaluate,)),
         (zerojax.value_and_grad, "step", (lowering.grads,)),
-        (zerojax.manual.scan, "step", (lowering.by_hand,)),
     ],
 )
 def test_each_option_is_in_a_row_and_not_at_its_default(function, part, ways):

@@ -36,10 +36,7 @@ CHECKPOINT = {
     "Checkpoints", "Extras", "Preempted", "export_safetensors", "import_safetensors",
     "read_extras", "restore", "save",
 }  # fmt: skip
-MANUAL = {
-    "ModuleState", "dequantized", "gather", "master_weights", "narrow_moments", "param_specs",
-    "scan", "shards",
-}  # fmt: skip
+MANUAL = {"ModuleState", "dequantized", "master_weights", "narrow_moments"}
 RUN = {"ReplayError", "Watchdog", "elastic", "initialize", "log", "process_slice"}
 SUBMODULES = {"aot", "checkpoint", "manual", "nnx", "run", "tools"}
 MOST_PUBLIC = 32  # names at the top level, with these modules

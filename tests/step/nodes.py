@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.collectives import collectives
-from zerojax import manual
 
 LAYERS, DIM = 4, 64
 AXES = ("node", "gpu")
@@ -61,18 +59,3 @@ def gathers(jaxpr):
     for (kind, axes, _), count in crossings(jaxpr).items():
         times[axes] += count if kind == "all-gather" else 0
     return dict(+times)
-
-
-def by_hand(plan, **options):
-    """A function that returns the gradients of parts which a loss has taken itself."""
-
-    def grads(params, batch):
-        def total(parts):
-            return jnp.mean(manual.scan(layer, batch, parts, **options)[0] ** 2) / plan.size
-
-        parts = jax.grad(total)(manual.shards(params, plan))
-        return {name: part.data for name, part in parts.items()}
-
-    specs = manual.param_specs(plan)
-    options_of_map = {"in_specs": (specs, P(plan.batch_axes)), "out_specs": specs}
-    return jax.jit(jax.shard_map(grads, mesh=plan.mesh, check_vma=False, **options_of_map))

@@ -79,10 +79,6 @@ def test_a_tensor_axis_stays_as_it_is():
     assert off(jax.device_get(grads)) < 3e-2
 
 
-def test_parts_taken_by_hand_travel_as_codes():
-    assert 3e-3 < off(nodes.by_hand(planned(INT8))(PARAMS, BATCH)) < 3e-2
-
-
 # -- what is sent
 
 

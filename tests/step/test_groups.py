@@ -15,7 +15,7 @@ from tests import steps
 from tests.collectives import collectives
 from tests.reference import assert_close
 from tests.step import nodes
-from tests.step.nodes import AMSP, AXES, BATCH, DIM, HSDP, LAYERS, LEVELS, PARAMS, SGD
+from tests.step.nodes import AMSP, AXES, BATCH, DIM, HSDP, LAYERS, LEVELS, SGD
 
 GPU, NODE = ("gpu",), ("node",)
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
@@ -76,21 +76,6 @@ def test_an_unrolled_loop_gathers_again_in_backward():
     # Nothing asks for the gradient of the batch, for which backward would need the first layer.
     layers = BOTH_WAYS - 2
     assert sum(t.wire_bytes * t.trips for t in within) == layers * 4 * DIM**2 * 3 // 4
-
-
-@pytest.mark.parametrize(
-    ("placing", "options", "times"),
-    [
-        ({"groups": HSDP}, {}, {GPU: BOTH_WAYS}),
-        ({"groups": AMSP}, {}, {NODE: 2 * LAYERS, GPU: BOTH_WAYS}),
-        ({"axis": AXES}, {"regather": "gpu"}, {NODE: 2 * LAYERS, GPU: BOTH_WAYS}),
-    ],
-)
-def test_parts_taken_by_hand_are_gathered_as_in_a_step(placing, options, times):
-    plan = nodes.planned(**placing)
-    run = nodes.by_hand(plan, prefetch=0, **options)
-    assert nodes.gathers(run.trace(PARAMS, BATCH).jaxpr) == times
-    assert_close(run(PARAMS, BATCH), jax.jit(jax.grad(nodes.loss))(PARAMS, BATCH), 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What steps refuse, before anything compiles, and how they say it."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,7 +11,6 @@ import zerojax
 from tests import linear
 from tests.conftest import make_mesh
 from tests.linear import BATCH
-from zerojax import manual
 
 PARAMS = {"w": np.ones((64, 16), np.float32)}
 MESH = make_mesh(2)
@@ -53,16 +50,6 @@ def two(params, x, y):
     return linear.loss(params, x)
 
 
-def by_hand_over_layers():
-    spec = {"w": P("data")}
-    plan = zerojax.plan({"params": PARAMS}, overrides=spec, mesh=MESH)
-
-    def run(params):
-        return manual.scan(lambda c, p: (c, p["w"]), 0.0, manual.shards(params, plan))[1]
-
-    jax.shard_map(run, mesh=MESH, in_specs=(spec,), out_specs=P(), check_vma=False)(PARAMS)
-
-
 NO_PLAN = r"takes a plan, got {}\. Make one: zerojax\.plan\(state"
 ONE_BATCH = r"argument 3 of the loss would be split.*as one batch.*\(PartitionSpec\(\), {}\) splits"
 ROWS = [
@@ -83,7 +70,6 @@ ROWS = [
     (lambda: step(plan=3), f"plan= {NO_PLAN.format(3)}"),
     (lambda: zerojax.eval_step(linear.loss, plan=3), f"plan= {NO_PLAN.format(3)}"),
     (lambda: zerojax.value_and_grad(linear.loss, 3), NO_PLAN.format(3)),
-    (lambda: manual.param_specs(fields()), NO_PLAN.format("a Fields")),
     (lambda: grad(linear.loss, {"v": PARAMS["w"]}, BATCH), r"params/w is missing.*zerojax.plan"),
     (
         lambda: grad(linear.loss, nnx.Linear(64, 16, rngs=nnx.Rngs(0)), BATCH),
@@ -114,28 +100,6 @@ ROWS = [
     (
         lambda: traced(fields(), lambda p, b, stats: linear.loss(p, b), mutable=("stats",)),
         r"did not return 'stats'. Return \(loss,",
-    ),
-    # by hand
-    (
-        lambda: manual.shards(PARAMS, zerojax.plan({"params": PARAMS}, stage=2)),
-        r"zerojax.plan\(state, stage=3\)",
-    ),
-    (
-        lambda: manual.shards(PARAMS, PADDED),
-        r"\(64, 16\) here, and a device's part of it is \(22, 16\)",
-    ),
-    (
-        lambda: manual.gather(manual.shards(PARAMS, PLAN)),  # whole, outside of shard_map
-        r"in_specs=zerojax.manual.param_specs\(plan\)",
-    ),
-    (
-        lambda: manual.shards({"other": jnp.ones(8)}, PLAN),
-        r"not those of the plan.*Make a plan for",
-    ),
-    (by_hand_over_layers, "sharded along its layers.*Pass stacked= with its path to zerojax.plan"),
-    (
-        lambda: manual.param_specs(PLAN, ["pipe"]),
-        r"names 'pipe', .* \('data',\)\. Name some of",
     ),
 ]
 

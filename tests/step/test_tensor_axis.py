@@ -15,7 +15,6 @@ import zerojax
 from tests.step.tensor import (
     BATCH,
     DIM,
-    INNER,
     LAYERS,
     PART,
     SENT,
@@ -99,56 +98,6 @@ def test_gpus_move_no_more():
     assert sent["reduce-scatter"] == once
     # The last layer's forward and backward are neighbours: XLA may gather once for both.
     assert 2 - 1 / LAYERS <= sent["all-gather"] / once <= 2 + 1 / LAYERS
-
-
-# -- by hand
-
-
-def grads_by_hand(layer, manual, specs_over=(), copies=1):
-    """A compiled function, and what it is called with; `copies` of the loss are computed."""
-    mesh = cpu_mesh()
-    if "other" in manual:  # an axis of one device that is in nobody's way
-        devices = mesh.devices[..., None]
-        mesh = Mesh(devices, ("data", "tensor", "other"), axis_types=(AxisType.Auto,) * 3)
-    state = placed(mesh, 3)
-    plan = zerojax.plan(state, mesh=mesh)
-    specs = zerojax.manual.param_specs(plan, specs_over)
-
-    def grads(params, x):
-        loss = lambda parts: jnp.mean(zerojax.manual.scan(layer, x, parts)[0] ** 2) / (2 * copies)
-        parts = jax.grad(loss)(zerojax.manual.shards(params, plan))
-        return {name: grad.data for name, grad in parts.items()}
-
-    run = jax.shard_map(
-        grads,
-        mesh=mesh,
-        in_specs=(specs, P("data")),
-        out_specs=specs,
-        axis_names=manual,
-        check_vma=False,
-    )
-    return jax.jit(run).lower(state.params, BATCH).compile(), plan, (state.params, BATCH)
-
-
-@pytest.mark.parametrize("manual", [{"data"}, {"data", "other"}])
-def test_gathers_by_hand_keep_the_axis_where_it_is_xlas(manual):
-    compiled, plan, args = grads_by_hand(layer, manual)
-    check_grads(compiled(*args))
-    assert weights_sent(zerojax.audit(compiled, plan=plan))["reduce-scatter"] == SENT
-
-
-def test_parts_over_the_axis_are_gathered_over_zeros_alone():
-    """In a `shard_map` over both axes that has each device's part over `tensor` too."""
-    shapes = set()
-
-    def part_of_layer(x, p):
-        shapes.add(p["up"].shape)
-        return x + jax.lax.psum(jnp.tanh(x @ p["up"]) @ p["down"], "tensor"), None
-
-    # psum makes each of the two devices along `tensor` give all gradients.
-    compiled, _, args = grads_by_hand(part_of_layer, {"data", "tensor"}, ["tensor"], copies=2)
-    check_grads(compiled(*args))
-    assert shapes == {(DIM, INNER // 2)}
 
 
 # -- bfloat16
