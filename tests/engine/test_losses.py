@@ -34,7 +34,8 @@ from tests.reference import assert_close
 NARROW = {"wider_before_the_scan", "unstacked"}  # bfloat16 somewhere
 # Without prefetching, and with weights that are there already, the engine does the same in another
 # order: a loss of each kind tells.
-KINDS = ("plain_scan", "remat_in_the_middle", "tied_everywhere", "frozen_layers")
+KINDS = ("plain_scan", "constants_with_gradients", "remat_in_the_middle", "tied_everywhere")
+KINDS += ("frozen_layers",)
 PADDED = ("plain_scan", "remat_nothing", "remat_everything", "groups_under_remat", "frozen_inside")
 CASES = {
     (3, 8): [*((name, 1) for name in PROGRAMS), *((name, 0) for name in KINDS)],

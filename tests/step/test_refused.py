@@ -27,11 +27,6 @@ def regather(names, placing=FLAT):
     return nodes_step(placing, regather=names)
 
 
-def by_hand(regather):
-    run = nodes.by_hand(nodes.planned(**FLAT), regather=regather)
-    return lambda: run.trace(nodes.PARAMS, nodes.BATCH)
-
-
 def in_backward(make=stacks.stacks, loss=stacks.loss, devices=2):
     def trace():
         plan = zerojax.plan(make, mesh=make_mesh(devices))
@@ -78,8 +73,6 @@ REFUSED = [
     (regather("bogus", FLAT | {"stage": 1}), r"names 'bogus'"),
     (regather("node", {"groups": {"params": "gpu"}}), r"Pass regather='gpu'"),
     *[(regather(names), NO_AXES) for names in ((), 1, None, ["gpu", 2])],
-    (by_hand("node"), r"the fastest axis first, .*the first of these\. Pass regather='gpu'"),
-    (by_hand(("gpu", "bogus")), r"names 'bogus', and the batch is split over"),
     (nodes_step(FLAT | WRONG_PATH), NO_PATH),
     (nodes_step(FLAT, **WRONG_PATH), NO_PATH),
     (in_backward(loss=in_a_checkpoint), f"params/blocks/w: {UNREAD}"),
