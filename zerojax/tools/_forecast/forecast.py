@@ -158,14 +158,10 @@ def each_once(values: Any) -> list[Any]:
     return list(dict.fromkeys(values if several else [values]))
 
 
-def changed_options(options: WorkOptions) -> dict[str, Any]:
-    """Returns the options of steps that are not the defaults."""
-    changed = {}
-    for field in dataclasses.fields(WorkOptions):
-        check, value = field.metadata.get("check"), getattr(options, field.name)
-        if field.init and value != (check(field.default) if check else field.default):
-            changed[field.name] = value
-    return changed
+def changed_options(options: Any, usual: Options) -> dict[str, Any]:
+    """Returns the options that are not the usual ones."""
+    names = [field.name for field in dataclasses.fields(usual) if field.init]
+    return {k: value for k in names if (value := getattr(options, k)) != getattr(usual, k)}
 
 
 def gpu_of(gpus: str, rates: Rates | None) -> Gpu:
@@ -233,14 +229,13 @@ def _taken_apart(
     first = next(iter(losses.values()), None)
     if not isinstance(first, Step):
         return losses, make_state, rng, {}
-    options, usual = first.recipe.options, TrainOptions()
+    options = first.recipe.options
     if not options.differentiates:
         raise TypeError(
             "a step of eval_step trains nothing, and forecasts are of training steps. Pass the "
             "loss, or a step of train_step."
         )
-    names = [field.name for field in dataclasses.fields(options) if field.name != "plan"]
-    own = {k: v for k in names if (v := getattr(options, k)) != getattr(usual, k)}
+    own = changed_options(options, TrainOptions(plan=options.plan))
     return {name: step.recipe.loss_fn for name, step in losses.items()}, make_state, rng, own
 
 
@@ -279,7 +274,8 @@ class Workload:
                 "shapes."
             )
         fields = {"mutable": own["mutable"]} if "mutable" in own else {}
-        options = dataclasses.replace(options, **own | changed_options(options) | fields)
+        changed = changed_options(options, WorkOptions())
+        options = dataclasses.replace(options, **own | changed | fields)
         return cls(losses, make_state, batch, rng, gpus, options, own)
 
     @property
@@ -316,7 +312,7 @@ class Workload:
         """Returns the options that are not the defaults, and the network if the user named it."""
         shown = [
             f"{name}={'zerojax.' * (name == 'precision')}{value!r}"
-            for name, value in changed_options(self.options).items()
+            for name, value in changed_options(self.options, WorkOptions()).items()
             if name not in {"tx", "rates", *hidden} and value != NNX_FIELDS
         ]
         network = f"network cards of {self.gpu.rates.network / 1e9:g} GB/s"
