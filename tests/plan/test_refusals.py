@@ -60,6 +60,8 @@ def precision(**chosen):
         (options(overrides=[("w", P())]), r"must map path patterns to specs, got \[.*Pass a dict"),
         (options(overrides={"*w": P()}), r"overrides=.*not a regular expression.*Escape"),
         (options(overrides={"v": P()}), r"'v', which matches no parameter. Paths .* (params/)?w\."),
+        (options(overrides={"": P()}), r"overrides= has .* '', which is empty .*pass '\.\*'"),
+        (options(stacked="w|"), r"stacked= has .*'w\|', which is empty or has an empty altern"),
         (options(stacked="v"), r"'v', which matches no parameter. Paths are such as (params/)?w\."),
         (options(stacked="*"), r"stacked=.*not a regular expression.*Escape"),
         (options(stacked=("w",)), r"stacked=\('w',\) is not a path pattern. Pass one regular"),

@@ -367,6 +367,7 @@ def test_what_the_optimizer_updates_is_not_put_into_codes():
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
+        ({"where": ""}, "where= has the path pattern '', which is empty or has an empty altern"),
         ({"where": "kernel"}, "where= has the path pattern 'kernel', which matches no parameter"),
         ({"where": "lora/a"}, r"lora/a, float32\[3, 64, 4\].*Pass a narrower pattern"),
         ({"codes": "int3"}, "Pass one of 'nf4', 'int4', 'int8'"),
