@@ -4,6 +4,7 @@ import errno
 import fcntl
 import gc
 import json
+import os
 import warnings
 
 import jax
@@ -72,6 +73,41 @@ def test_damage_to_any_file_of_a_loop_is_never_read(tmp_path, how):
     assert_equal_bits(zerojax.restore(tmp_path / "1", STATE)["w"], STATE["w"] + 1)
 
 
+def test_what_is_not_a_regular_file_is_never_opened(tmp_path, monkeypatch):
+    """To read a pipe hangs, and a link to an endless file fills the memory."""
+    save_steps(tmp_path / "loop", 1)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", {"w": jax.device_put(STATE["w"])})
+    export_safetensors(tmp_path / "weights", STATE)
+
+    def resume(path):
+        with zerojax.Checkpoints(path) as checkpoints:
+            checkpoints.resume(STATE)
+
+    restore = lambda path: zerojax.restore(path, STATE)
+    weights = lambda path: zerojax.checkpoint.import_safetensors(path, STATE)
+    for name, use in (("loop", resume), ("orbax", restore), ("weights", weights)):
+        read = (x for x in files_of(tmp_path / name) if x.name != "commit_success.txt")
+        for file in read:
+            whole = file.read_bytes()
+            file.unlink()
+            os.mkfifo(file)
+            with pytest.raises((ValueError, OSError), match="it is not a regular file") as raised:
+                use(tmp_path / name)
+            assert str(file) in str(raised.value)
+            file.unlink()
+            file.write_bytes(whole)
+        use(tmp_path / name)
+    (tmp_path / "loop" / "1" / "default" / "checkpoint").symlink_to("/dev/zero")  # Orbax looks
+    with pytest.raises(
+        ValueError, match=r"default/checkpoint cannot be read \(it is not a regular"
+    ):
+        resume(tmp_path / "loop")
+    monkeypatch.setattr(files, "MOST_READ", 100)
+    with pytest.raises(ValueError, match=r"/orbax/_\w+ cannot be read .*too large to be"):
+        restore(tmp_path / "orbax")
+
+
 def test_a_second_writer_to_one_path_is_refused(tmp_path):
     second = pytest.raises(ValueError, match=r"another process is writing to .*/c. Give each")
     with open(tmp_path / ".c.lock", "w") as lock:
@@ -97,6 +133,16 @@ def test_a_lock_that_its_holder_has_just_removed_is_made_anew(tmp_path, monkeypa
     monkeypatch.setattr(fcntl, "flock", flock)
     with files.only_writer(tmp_path / "c", tmp_path / ".c.lock"):
         assert len(held) == 2 and (tmp_path / ".c.lock").exists()
+
+
+def test_a_lock_that_was_removed_or_is_anothers_now_is_left_alone(tmp_path):
+    lock = tmp_path / ".c.lock"
+    with files.only_writer(tmp_path / "c", lock):
+        lock.unlink()
+    with files.only_writer(tmp_path / "c", lock):
+        lock.unlink()
+        lock.write_text("another's")
+    assert lock.read_text() == "another's"
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):

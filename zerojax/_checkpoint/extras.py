@@ -71,51 +71,61 @@ def pack(shared: dict[str, Json], own: str) -> dict[str, Json]:
     return {OUR_KEY: {"data": [json.loads(text) for text in _gathered(own)], **shared}}
 
 
-def check_format(tree: epath.Path) -> None:
+def custom_in(tree: epath.Path) -> dict[str, PyTree]:
+    """Returns Orbax's custom metadata, from its file of the tree."""
+    custom = json.loads(_files.read(tree / _files.METADATA)).get("custom_metadata")
+    return custom if isinstance(custom, dict) else {}
+
+
+def check_format(tree: epath.Path) -> bool:
     """Raises for a checkpoint of a later format, before any other file of it is looked at.
 
-    Whatever else is wrong with the file that names the format, the checksums tell.
+    Returns whether it must have checksums, because zerojax wrote it. Whatever else is wrong with
+    the file that names the format, these tell.
     """
     try:
-        saved = json.loads((tree / _files.METADATA).read_bytes())["custom_metadata"][OUR_KEY]
-        number, writer = int(saved["format"]), str(saved.get("written_by"))
-    except (*_files.DAMAGE, OSError):  # without a number, it is older than any
-        return
+        saved = custom_in(tree)[OUR_KEY]
+        # Without a number, it is older than any.
+        number, writer = int(saved.get("format", 1)), str(saved.get("written_by"))
+    except (*_files.DAMAGE, OSError):
+        return (tree / _files.CHECKSUMS).exists()
     if number > FORMAT:
         raise ValueError(
             f"{tree} is a checkpoint of format {number}, written by zerojax {writer}. This is "
             f"zerojax {zerojax.__version__}, which reads formats up to {FORMAT}. Install zerojax "
             f"{writer} or later."
         )
+    return True
 
 
 def saved_metric(step: epath.Path, name: str) -> float | None:
     """Returns a metric that a step's directory was saved with, by zerojax or an Orbax manager."""
     of_orbax, tree = step / "metrics", _files.tree_in(step)
     if of_orbax.exists():
-        metrics = json.loads((of_orbax / "metrics").read_bytes())
+        metrics = json.loads(_files.read(of_orbax / "metrics"))
     elif tree is not None:
-        custom = json.loads((tree / _files.METADATA).read_bytes()).get("custom_metadata") or {}
-        metrics = custom.get(OUR_KEY, {}).get("metrics", {})
+        if wrong := _files.damage(tree, _files.METADATA, check_format(tree)):
+            raise ValueError(wrong)
+        metrics = custom_in(tree).get(OUR_KEY, {}).get("metrics", {})
     else:
         return None
     value = metrics.get(name)
     return None if value is None else float(value)
 
 
-def unpack(custom_metadata: dict[str, PyTree], path: object, *, data: bool = True) -> Extras:
+def unpack(tree: epath.Path, path: object, *, data: bool = True) -> Extras:
     """Reads Orbax's custom metadata, which holds no extras unless zerojax wrote it."""
-    if OUR_KEY not in custom_metadata:
-        return Extras()
     try:
-        saved = custom_metadata[OUR_KEY]
+        saved = custom_in(tree).get(OUR_KEY)
+        if saved is None:
+            return Extras()
         step = None if saved["step"] is None else step_number(saved["step"])
         rng, metadata = decode(saved["rng"]), decode(saved["metadata"])
         parts = [decode(part) for part in saved["data"]] if data else []
     except Exception as error:  # numpy and JAX raise anything for bytes that are not theirs
         raise ValueError(
-            f"the step, rng, data or metadata in {path} is damaged ({error!r}). Restore another "
-            "checkpoint."
+            f"the step, rng, data or metadata in {path} is damaged ({type(error).__name__}: "
+            f"{error}). Restore another checkpoint."
         ) from error
     if len(parts) != jax.process_count() and any(part is not None for part in parts):
         raise ValueError(

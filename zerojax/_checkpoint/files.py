@@ -10,6 +10,7 @@ import base64
 import contextlib
 import errno
 import json
+import math
 import operator
 import os
 import shutil
@@ -35,6 +36,7 @@ CHECKSUMS = "zerojax_checksums.json"
 WRITTEN_LATER = "_CHECKPOINT_METADATA"  # Orbax's note of times, which a restore does not read
 HEADER = ".zarray"
 BLOCK = 2**22
+MOST_READ = 2**30  # bytes of a file that is read whole
 ONE_WRITER = (
     "Give each writer its own path, or wait for the other to finish (in a notebook, close() the "
     "Checkpoints of an earlier cell)."
@@ -108,26 +110,52 @@ def write_checksums(directory: epath.Path) -> None:
     (directory / CHECKSUMS).write_text(json.dumps(sums))
 
 
-def check_files(directory: epath.Path, only: str | None) -> None:
-    """Raises if a file, or the one named `only`, has changed. Processes share the reading."""
+def check_regular(file: str | os.PathLike, most: float = math.inf) -> None:
+    """Raises for a pipe or a device in place of a file, and for one of more bytes than `most`."""
+    if os.path.exists(file) and not (os.path.isfile(file) and os.path.getsize(file) <= most):
+        why = "it is not a regular file, or too large to be what was written"
+        raise OSError(errno.EINVAL, why, os.fspath(file))
+
+
+def read(file: str | os.PathLike) -> bytes:
+    """Returns the bytes of a file that describes others."""
+    check_regular(file, MOST_READ)
+    return epath.Path(file).read_bytes()
+
+
+def check_files(directory: epath.Path, only: str | None, listed: bool) -> None:
+    """Raises where `damage` sees some. Processes share the reading."""
+    wrong = damage(directory, only, listed, jax.process_index(), jax.process_count())
+    raise_together(ValueError(f"{wrong}. Restore another checkpoint.") if wrong else None)
+
+
+def damage(
+    directory: epath.Path, only: str | None, listed: bool, first: int = 0, among: int = 1
+) -> str | None:
+    """Returns what is wrong with a file, or with the one named `only`, of every `among`.
+
+    Orbax may open files that are not `listed`, too.
+    """
     listing = directory / CHECKSUMS
-    wrong = None
+    read_whole = (os.fspath(directory), os.path.join(directory, "array_metadatas"))
     try:
-        noted = json.loads(listing.read_bytes())
+        for at, _, names in os.walk(directory) if only is None and first == 0 else ():
+            for name in names:
+                most = MOST_READ if at in read_whole else math.inf
+                check_regular(os.path.join(at, name), most)
+        noted = json.loads(read(listing)) if listed else {}
         sums = sorted(noted.items()) if only is None or not noted else [(only, noted[only])]
-        mine = sums[jax.process_index() :: jax.process_count()]
-        damages = (_damage(directory, name, *sum_) for name, sum_ in mine)
-        wrong = next(filter(None, damages), None)
+        damages = (_damage(directory, name, *sum_) for name, sum_ in sums[first::among])
+        return next(filter(None, damages), None)
     except FileNotFoundError:
-        wrong = (
+        return (
             f"{listing} is missing, so nothing shows that the other files are complete (write {{}} "
             "into it to accept them unchecked)"
         )
     except DAMAGE:
-        wrong = f"{listing} is not the list of checksums that was written"
+        return f"{listing} is not the list of checksums that was written"
     except OSError as error:
-        wrong = f"{error.filename or listing} cannot be read ({error.strerror})"
-    raise_together(ValueError(f"{wrong}. Restore another checkpoint.") if wrong else None)
+        return f"{error.filename or listing} cannot be read ({error.strerror})"
 
 
 def raise_together(error: Exception | None) -> None:
@@ -212,7 +240,9 @@ def only_writer(path: epath.Path, lock: epath.Path) -> Iterator[None]:
         yield
     finally:
         if lock_file is not None:
-            os.unlink(lock)
+            with contextlib.suppress(OSError):  # removed with its directory, or moved
+                if os.path.samestat(os.fstat(lock_file), os.stat(lock)):  # and not another's
+                    os.unlink(lock)
             os.close(lock_file)
 
 
@@ -251,7 +281,7 @@ def _lock(name: str) -> int | None:
     import fcntl  # not on every system that can import zerojax
 
     while True:
-        file = os.open(name, os.O_CREAT | os.O_RDWR, 0o666)
+        file = os.open(name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file), os.stat(name)):
@@ -281,10 +311,11 @@ def _files_below(directory: epath.Path, name: str = "") -> Iterator[str]:
             yield below
 
 
-def _size_and_crc(file: epath.Path) -> list[int]:
+def _size_and_crc(file: epath.Path, most: float = math.inf) -> list[int]:
+    check_regular(file)
     size = crc = 0
     with file.open("rb") as source:
-        while block := source.read(BLOCK):
+        while size <= most and (block := source.read(BLOCK)):
             size, crc = size + len(block), zlib.crc32(block, crc)
     return [size, crc]
 
@@ -294,9 +325,9 @@ def _damage(directory: epath.Path, name: str, size: int, crc: int) -> str | None
         raise ValueError(f"{name} is outside of the checkpoint")
     if not file.exists():
         return f"{file} is missing"
-    now = _size_and_crc(file)
+    now = _size_and_crc(file, size)
     if now[0] != size:
-        return f"{file} has {now[0]} bytes and was written with {size}"
+        return f"{file} has {file.stat().length} bytes and was written with {size}"
     return None if now[1] == crc else f"{file} is damaged: its bytes have changed"
 
 

@@ -153,7 +153,9 @@ def restore(
     is_there = _files.tree_in(target) is not None  # False if the file system is not shared
     options: dict[str, Any] = {"keep": keep, "ignore": ignore, "cast": cast}
     agree("zerojax.restore", target, like, found=is_there, shapes=shapes, **options)
-    directory, tree, _ = _checked(target)
+    directory = _checked(target)
+    with _files.naming("the tree", directory):
+        tree = ocp.PyTreeCheckpointHandler().metadata(directory).tree
     leaves = _state.named_leaves(like)
     saved = _matching.saved_leaves(tree)
     values = {}
@@ -188,25 +190,18 @@ def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
         100 {'run': 'first'}
     """
     agree("zerojax.checkpoint.read_extras", absolute(path))
-    _, _, custom = _checked(absolute(path), only=_files.METADATA)
-    return _extras.unpack(custom, path, data=data)
+    return _extras.unpack(_checked(absolute(path), only=_files.METADATA), path, data=data)
 
 
-def _checked(
-    path: epath.Path, only: str | None = None
-) -> tuple[epath.Path, PyTree, dict[str, PyTree]]:
-    """Returns the directory of a tree, the tree, and the metadata saved with it.
-
-    It checks the files that zerojax wrote, or `only` one; those of plain Orbax have no checksums.
-    """
+def _checked(path: epath.Path, only: str | None = None) -> epath.Path:
+    """Returns the directory of a tree, after a check of its files, or of `only` one."""
     directory = _files.tree_in(path)
     if directory is None:
         raise ValueError(_files.nothing_at(path))
-    _extras.check_format(directory)
-    listed = (directory / _files.CHECKSUMS).exists()
-    if listed or _extras.OUR_KEY in _metadata(directory)[1]:
-        _files.check_files(directory, only)
-    return directory, *_metadata(directory)
+    listed = _extras.check_format(directory)
+    if listed or only is None:
+        _files.check_files(directory, only, listed)
+    return directory
 
 
 def agree(
@@ -312,14 +307,6 @@ def absolute(path: str | os.PathLike) -> epath.Path:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{path!r} is not a path. Pass a str or a pathlib.Path.")
     return epath.Path(path if "://" in str(path) else os.path.abspath(os.path.expanduser(path)))
-
-
-def _metadata(directory: epath.Path) -> tuple[PyTree, dict[str, PyTree]]:
-    """Returns Orbax's descriptions of the saved leaves, and the metadata saved with them."""
-    with _files.naming("the tree", directory):
-        metadata = ocp.PyTreeCheckpointHandler().metadata(directory)
-    custom = metadata.custom_metadata
-    return metadata.tree, custom if isinstance(custom, dict) else {}
 
 
 def _concurrent_gb(tree: PyTree) -> float:
