@@ -58,6 +58,7 @@ def loop(**options):
 
 EVERY = r"every and keep must be positive integers \(keep=None keeps all\)"
 NO_PATTERN = "is not a path pattern. Pass one regular expression"
+EMPTY = "is empty or has an empty alternative: .*every path. Leave the option out, or pass"
 BYTES = "max_file_bytes={} must be a positive number of bytes"
 REFUSED = [
     (save(STATE, "c", step=2), r"/c exists, and nothing is overwritten. Save to a new path"),
@@ -85,11 +86,17 @@ REFUSED = [
     (restore("c", cast="x"), "cast='x' must be True or False"),
     (restore("c", ignore=3), f"ignore=3 {NO_PATTERN}"),
     (restore("c", keep="("), r"keep= has .*'\(', which is not a regular.*Escape"),
+    (restore("c", keep=""), f"keep= has the path pattern '', which {EMPTY}"),
+    (restore("c", ignore=""), f"ignore= has the path pattern '', which {EMPTY}"),
+    (weights(keep=""), f"keep= has the path pattern '', which {EMPTY}"),
+    (weights(ignore=r"v\||w|"), f"ignore= has .*w.', which {EMPTY}"),
     (restore("c", SHAPES, keep="w"), "has only its shape. Pass a placed state"),
     (export(None), "you passed a NoneType without parameters.*Pass a state"),
     (export({"k": jax.random.key(0)}), "k is key<fry>.*Cast it or leave it out"),
     (export({"a": {"b": W}, "a.b": W}), r"a\.b would consist of a/b, a\.b, .*Rename one"),
     (export({"a": W, "b": W}, names={"a": "b"}), "b would consist of a, b, .*Rename one"),
+    (export({"__metadata__": W}), "__metadata__ would be called __metadata__, .* is no tensor"),
+    (export(STATE, names={"w": "__metadata__"}), "w would be called __metadata__.*name in names="),
     (weights("none"), r"/none does not exist. Pass a directory with model.safetensors.index.json"),
     (weights(names=[]), "names= is a list. Pass a dict"),
     (weights(rename={"a": "w"}), "rename={.*} is not a function. Pass one"),

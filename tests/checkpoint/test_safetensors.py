@@ -167,6 +167,12 @@ HEADERS = [
     ({"a": entry(0, 16, dtype="F4")}, "dtype 'F4', not one of F64"),
     ({"a": entry(0, 16, dtype=[])}, "unhashable"),
     ({"a": 3}, "must be a mapping"),
+    ({"a": entry(0, 8), "b": entry(4, 16)}, "a ends at byte 8, and b is at 4"),
+    ({"b": entry(8, 16), "a": entry(0, 4)}, "a ends at byte 4, and b is at 8"),
+    ({"a": entry(4, 16)}, "the header ends at byte 0, and a is at 4"),
+    ({"a": entry(0, 8), "b": entry(8, 8)}, "b ends at byte 8, and the end of the file is at 16"),
+    ({}, "the header ends at byte 0, and the end of the file is at 16"),
+    (json.dumps({"a": entry(0, 8), "b": entry(8, 16)}).replace("b", "a"), "it has a twice"),
     ("[" * 10**5, "recursion"),
 ]
 

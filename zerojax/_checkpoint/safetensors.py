@@ -23,7 +23,7 @@ from zerojax._checkpoint import (
 from zerojax._checkpoint.into_codes import as_weight, encoding
 from zerojax._checkpoint.names import Names, dotted
 from zerojax._checkpoint.stream import Outgoing, outgoing
-from zerojax._checkpoint.tensor_files import DTYPES, FileTensor, Written, some
+from zerojax._checkpoint.tensor_files import DTYPES, NO_TENSOR, FileTensor, Written, some
 from zerojax._plan import move as _move
 from zerojax._plan.kept import MasterState, SplitState
 from zerojax._plan.padding import padded, padded_param_shapes, unpadded
@@ -74,8 +74,9 @@ def export_safetensors(
         raise ValueError(f"max_file_bytes={max_file_bytes!r} must be a positive number of bytes.")
     check_float(dtype)
     values, by_tensor = outgoing(params, names, plan, "export", decodes=False)
-    if dtype is not None:
-        by_tensor = {name: _written_in(dtype, tensor) for name, tensor in by_tensor.items()}
+    for name, tensor in by_tensor.items() if dtype is not None else ():
+        if jnp.issubdtype(tensor.struct.dtype, jnp.floating):
+            by_tensor[name] = tensor._replace(struct=tensor.struct.update(dtype=dtype))
     tensors = _exported(by_tensor, values)
     first = jax.process_index() == 0
     target = _save.absolute(path)
@@ -265,7 +266,12 @@ def _check_masters(like: PyTree, wanted: Set[str]) -> None:
 def _exported(
     by_tensor: Mapping[str, Outgoing], values: Mapping[str, PyTree]
 ) -> dict[str, Written]:
-    for parts, _, struct in by_tensor.values():
+    for name, (parts, _, struct) in by_tensor.items():
+        if name == NO_TENSOR:
+            raise ValueError(
+                f"{parts[0].leaf} would be called {name}, which in safetensors is no tensor. Give "
+                "it another name in names=."
+            )
         if str(struct.dtype) not in DTYPES.values():
             raise TypeError(
                 f"{', '.join(one.leaf for one in parts)} is {struct.dtype}, which safetensors does "
@@ -275,11 +281,6 @@ def _exported(
         name: (tensor.struct, functools.partial(_assembled, tensor, values))
         for name, tensor in by_tensor.items()
     }
-
-
-def _written_in(dtype: DTypeLike, tensor: Outgoing) -> Outgoing:
-    is_float = jnp.issubdtype(tensor.struct.dtype, jnp.floating)
-    return tensor._replace(struct=tensor.struct.update(dtype=dtype)) if is_float else tensor
 
 
 def _assembled(tensor: Outgoing, values: Mapping[str, PyTree]) -> np.ndarray:

@@ -7,6 +7,8 @@ The format has no checksums. The CRC-32 of each tensor's bytes goes into the hea
 which other readers ignore. It is known last, so the header is written twice, with the same length.
 """
 
+import collections
+import itertools
 import json
 import math
 import os
@@ -27,6 +29,7 @@ DTYPES |= {f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)}
 DTYPES |= {f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)}
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 10**8  # as in the safetensors package
+NO_TENSOR = "__metadata__"  # an entry of the header
 CHECKSUM = "crc32:"  # before a tensor's name in the metadata
 
 
@@ -87,7 +90,7 @@ def _write_file(file: IO[bytes], tensors: Mapping[str, Written], first: bool) ->
 def _header(entries: Mapping[str, object], sums: Mapping[str, int]) -> bytes:
     # transformers refuses files that do not name a framework that it knows.
     metadata = {"format": "pt"} | {CHECKSUM + name: f"{crc:08x}" for name, crc in sums.items()}
-    text = json.dumps({"__metadata__": metadata, **entries}).encode()
+    text = json.dumps({NO_TENSOR: metadata, **entries}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -95,22 +98,22 @@ def _header(entries: Mapping[str, object], sums: Mapping[str, int]) -> bytes:
 def stored_files(path: str) -> list[str]:
     """Returns the files that an index names, or the only one."""
     index, only = (os.path.join(path, name) for name in (INDEX, "model.safetensors"))
-    if os.path.isfile(path):
+    if os.path.exists(path) and not os.path.isdir(path):
         return [path]
-    if not os.path.isfile(index):
-        if os.path.isfile(only):
+    if not os.path.exists(index):
+        if os.path.exists(only):
             return [only]
         there = f"there is no {INDEX} in {path}"
         there = there if os.path.exists(path) else f"{path} does not exist"
         raise ValueError(f"{there}. Pass a directory with {INDEX}, or one file.")
     try:
-        names = sorted(set(json.loads(pathlib.Path(index).read_bytes())["weight_map"].values()))
+        names = sorted(set(json.loads(_files.read(index))["weight_map"].values()))
         if outside := [name for name in names if os.path.basename(name) != name]:
             raise ValueError(f"it names {outside[0]!r}, outside its directory")
         files = [os.path.join(path, name) for name in names]
     except _files.DAMAGE as error:
         raise ValueError(f"{index} is damaged ({error}). Export it again.") from error
-    if missing := [file for file in files if not os.path.isfile(file)]:
+    if missing := [file for file in files if os.path.isdir(file) or not os.path.exists(file)]:
         raise ValueError(f"{missing[0]}, which {index} names, is missing. Export it again.")
     return files
 
@@ -118,19 +121,33 @@ def stored_files(path: str) -> list[str]:
 def read_file(file: str) -> list[FileTensor]:
     """Returns the tensors of a file."""
     try:
+        _files.check_regular(file)
         with open(file, "rb") as source:
             length = int.from_bytes(source.read(8), "little")
             if length > min(MOST_HEADER_BYTES, os.path.getsize(file)):
                 raise ValueError(f"a header of {length} bytes")
-            header = json.loads(source.read(length))
-        sum_of = header.pop("__metadata__", {}).get
+            header = json.loads(source.read(length), object_pairs_hook=_unique)
+        sum_of = header.pop(NO_TENSOR, {}).get
         data = np.memmap(file, np.uint8, mode="r")[8 + length :]
-        return [
+        tensors = [
             FileTensor(file, name, _tensor(data, name, **entry), sum_of(CHECKSUM + name))
             for name, entry in header.items()
         ]
+        spans = sorted((*entry["data_offsets"], name) for name, entry in header.items())
+        spans = [(0, 0, "the header"), *spans, (data.size, 0, "the end of the file")]
+        for (_, end, last), (start, _, name) in itertools.pairwise(spans):
+            if start != end:  # the format allows neither holes nor overlaps
+                raise ValueError(f"{last} ends at byte {end}, and {name} is at {start}")
+        return tensors
     except _files.DAMAGE as error:
         raise ValueError(f"{file} is truncated or damaged ({error}). Export it again.") from error
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    names = collections.Counter(name for name, _ in pairs)
+    for name in (name for name, count in names.items() if count > 1):
+        raise ValueError(f"it has {name} twice")
+    return dict(pairs)
 
 
 def check(tensors: Iterable[FileTensor], together: bool) -> None:
