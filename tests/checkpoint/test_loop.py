@@ -1,5 +1,6 @@
 """Checkpoints of a loop: when they are saved, which are kept, and where a run goes on."""
 
+import concurrent.futures
 import contextlib
 import os
 import signal
@@ -112,6 +113,31 @@ def test_sigterm_saves_before_exiting(tmp_path, capsys):
     assert_equal_bits(run(tmp_path / "a", 5), run(tmp_path / "undisturbed", 5))
 
 
+def test_a_run_whose_directory_was_moved_ends_as_another(tmp_path):
+    """Its lock is not where it was."""
+    run = zerojax.Checkpoints(tmp_path / "a")
+    with pytest.raises(zerojax.checkpoint.Preempted, match="step 1 is saved"), run as checkpoints:
+        (tmp_path / "a").rename(tmp_path / "b")
+        os.kill(os.getpid(), signal.SIGTERM)
+        checkpoints.save(1, STATE)
+    assert steps_in(tmp_path / "a") == [1]
+
+
+def test_threads_save_one_after_another(tmp_path):
+    """In one loop, in two, and outside of loops. Orbax would wait for 300 s, and fail."""
+    loops = [zerojax.Checkpoints(tmp_path / name, keep=None) for name in "ab"]
+
+    def save(n):
+        loops[n % 2].save(n, {"w": STATE["w"] + n})
+        zerojax.save(tmp_path / "c" / str(n), {"w": STATE["w"] + n})
+
+    with loops[0], loops[1], concurrent.futures.ThreadPoolExecutor(6) as threads:
+        list(threads.map(save, range(6)))
+    for n in range(6):
+        for saved in (tmp_path / "ab"[n % 2], tmp_path / "c"):
+            assert_equal_bits(zerojax.restore(saved / str(n), STATE)["w"], STATE["w"] + n)
+
+
 def test_several_processes_stay_close_to_their_devices(tmp_path, monkeypatch):
     """No more than two steps: after a SIGTERM to one process, all save where the furthest is."""
     waited = []
@@ -152,17 +178,29 @@ def test_what_is_unfinished_or_damaged_is_not_resumed_from(tmp_path):
     assert not leftover.exists() and not (tmp_path / ".lock").exists()
 
 
-def test_an_earlier_run_is_not_removed_for_one_that_did_not_resume_it(tmp_path):
-    """`keep=` would count its checkpoints, and drop the newest of them for older ones."""
+@pytest.mark.parametrize("step", [3, 500])
+def test_an_earlier_run_is_not_removed_for_one_that_did_not_resume_it(tmp_path, step):
+    """`keep=` would count its checkpoints, and drop them for those of this run."""
     save_steps(tmp_path, 6, 9)
+    message = rf"step {step} cannot be saved: .* has an earlier run, up to step 9, .*resume\(\)"
+    refused = pytest.raises(ValueError, match=message)
+    with zerojax.Checkpoints(tmp_path, every=250) as checkpoints, refused:
+        checkpoints.save(step, STATE)  # the first, though it is not saved yet
     with zerojax.Checkpoints(tmp_path, keep=2) as checkpoints:
-        message = r"step 3 cannot be saved: .* has an earlier run, up to step 9, .*resume\(\)"
-        with pytest.raises(ValueError, match=message):
-            checkpoints.save(3, STATE)
+        with pytest.raises(ValueError, match="does not fit like="):
+            checkpoints.resume({"v": STATE["w"]})
+        with refused:
+            checkpoints.save(step, STATE)
+        assert checkpoints.steps() == [6, 9]
         checkpoints.resume(STATE, step=6)
         checkpoints.save(7, STATE)  # meant: after a step that was chosen
         checkpoints.wait()
         assert checkpoints.steps() == [7, 9]
+    with zerojax.Checkpoints(tmp_path, keep=None) as checkpoints:  # removes nothing
+        with pytest.raises(ValueError, match=r"step 8 cannot be saved: .* up to step 9"):
+            checkpoints.save(8, STATE)
+        checkpoints.save(10, STATE)
+    assert steps_in(tmp_path) == [7, 9, 10]
 
 
 def test_a_plan_resumes_without_a_second_state(tmp_path):
@@ -281,12 +319,16 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, mode, losses, kept):
             assert checkpoints.best() is None
 
 
-@pytest.mark.parametrize("damage", ["[" * 10**5, '{"custom_metadata": {"zerojax": 3}}', None])
+DIGIT = lambda file, _: file.write_text(file.read_text().replace('"loss": 0.3', '"loss": 9.3'))
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE.values(), DIGIT])
 def test_a_metric_that_cannot_be_read_costs_a_rank_and_no_checkpoint(tmp_path, damage):
     save_steps(tmp_path, 1, 2, 3, best="loss")
     file = tmp_path / "3" / "default" / "_METADATA"  # the best one's
-    file.unlink() if damage is None else file.write_text(damage)
-    with pytest.warns(match=r"'loss' of .*/3 cannot be read .*step 3 has no rank.*until you"):
+    damage(file, file.read_bytes())
+    said = rf"'loss' of .*/3 cannot be read \({file} .*: step 3 has no rank.*until you"
+    with pytest.warns(match=said):
         checkpoints = zerojax.Checkpoints(tmp_path, keep=1, best="loss")
     with checkpoints:
         assert checkpoints.best() == 2

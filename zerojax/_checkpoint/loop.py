@@ -98,8 +98,9 @@ class Checkpoints:
     Use it as a context manager, in every process. The end of the block saves the last step,
     whatever `every` is, and waits until it is written; if an error ends the loop, it saves nothing.
     Without a `with` block, each `save` waits, because a write cannot continue once Python exits,
-    and `close()` saves the last step. A second writer to the directory is refused. After a SIGTERM,
-    the next `save` saves at any step, waits, and raises `Preempted`, which ends the program.
+    and `close()` saves the last step. A second writer to the directory is refused, and a run beside
+    an earlier one that it did not `resume`. After a SIGTERM, the next `save` saves at any step,
+    waits, and raises `Preempted`, which ends the program.
 
     Arguments:
         directory: contains a directory for each saved step; `zerojax.restore` and Orbax open them.
@@ -135,7 +136,8 @@ class Checkpoints:
         _check_options(every, keep, best, mode, background)
         self.directory = _save.absolute(directory)
         _save.agree("Checkpoints", self.directory, every=every, keep=keep, best=best, mode=mode)
-        self._every, self._best, self._sign = every, best, 1 if mode == "max" else -1
+        self._every, self._keep = every, keep
+        self._best, self._sign = best, 1 if mode == "max" else -1
         self._entered = self._checked = False
         self._last: tuple | None = None  # a step that was not due, with what belongs to it
         self._signalled = threading.Event()
@@ -145,6 +147,8 @@ class Checkpoints:
         self._ranks: dict[int, float | None] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(_files.only_writer(self.directory, self.directory / ".lock"))
+            for times in self.directory.glob(f"*/{_files.WRITTEN_LATER}"):  # Orbax reads them
+                _files.check_regular(times, _files.MOST_READ)
             if best is not None:
                 self._rank_saved(best)
             self._manager = manager_of(self.directory, self._handler, keep, self._ranks, background)
@@ -174,7 +178,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until all checkpoints are complete; raises the errors of background writes."""
-        with self._cleaned_up():
+        with _save.ONE_THREAD, self._cleaned_up():
             self._manager.wait_until_finished()
 
     def busy(self) -> bool:
@@ -217,13 +221,13 @@ class Checkpoints:
         """
         _save.check_like(like)
         self.wait()
-        self._earlier = None
         step = max(self._manager.all_steps(), default=None) if step is None else step
         _save.agree("Checkpoints.resume", self.directory, step=step)
         if step is not None:
             path = self.directory / str(step)
             state = _save.restore(path, like, keep=keep, ignore=ignore, cast=cast)
             extras = _save.read_extras(path, data=data)
+            self._earlier = None
             if extras.step is None:  # saved by another program, or by `zerojax.save` without step=
                 tree = _files.tree_in(path)
                 items = [entry.name for entry in path.iterdir() if entry.is_dir() and entry != tree]
@@ -278,13 +282,15 @@ class Checkpoints:
             preempted = self._signalled.is_set()
         due = force or preempted or step % self._every == 0
         if due or not self._checked:  # the first step reports a mistake
+            self._check_resumed(step)
             _save.check_leaves(state)
             self._checked = True
         data = getattr(data, "get_state", lambda: data)()  # before it yields the next batch
         item = (step, state, plan, metrics, rng, data, metadata)
         self._last = None if due else item
         if due:
-            self._write(item, asked=not preempted)
+            with _save.ONE_THREAD:
+                self._write(item, asked=not preempted)
         if preempted or not self._entered:
             self.wait()
         if preempted:
@@ -304,7 +310,12 @@ class Checkpoints:
         is_there = step in self._manager.all_steps() or step in self.steps()
         if is_there and not asked:
             return
-        self._check_free(step, is_there)
+        path = self.directory / str(step)
+        if is_there or path.is_file() or any(path.glob("*")):
+            raise ValueError(
+                f"{path} exists, and nothing is overwritten. Continue from the newest checkpoint "
+                "with resume(), remove this one, or give this run its own directory."
+            )
         if best is not None and best not in metrics and (asked or metrics):
             raise ValueError(
                 f"best={best!r} is not among the metrics {sorted(metrics)}. Pass "
@@ -333,18 +344,13 @@ class Checkpoints:
         if metric is not None:
             self._ranks[step] = -math.inf if math.isnan(metric) else self._sign * metric
 
-    def _check_free(self, step: int, is_there: bool) -> None:
-        path = self.directory / str(step)
-        if is_there or path.is_file() or any(path.glob("*")):
-            raise ValueError(
-                f"{path} exists, and nothing is overwritten. Continue from the newest checkpoint "
-                "with resume(), remove this one, or give this run its own directory."
-            )
-        if self._earlier is not None and step <= self._earlier:
+    def _check_resumed(self, step: int) -> None:
+        """Raises before `keep=` removes a checkpoint of an earlier run that is not continued."""
+        if self._earlier is not None and (self._keep is not None or step <= self._earlier):
             raise ValueError(
                 f"step {step} cannot be saved: {self.directory} has an earlier run, up to step "
-                f"{self._earlier}, that was not resumed, and keep= would replace its checkpoints "
-                "by those of this one. Continue it with resume(), or give this run its own "
+                f"{self._earlier}, that was not resumed. Checkpoints of this one would replace its "
+                "(keep=), or be among them. Continue it with resume(), or give this run its own "
                 "directory."
             )
 
@@ -358,7 +364,8 @@ class Checkpoints:
             )
             return
         _save.check_leaves(item[1])
-        self._write(item, asked=False)
+        with _save.ONE_THREAD:
+            self._write(item, asked=False)
 
     def _hold_back(self, state: PyTree) -> None:
         """Waits until the devices are at most AHEAD steps behind.

@@ -7,6 +7,7 @@ reads each shard of the new placement straight from the file.
 import functools
 import glob
 import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ from zerojax._types import PyTree
 # Chunks are small, so that a restore reads a shard without the rest of its leaf.
 CHUNK_BYTES = 2**25
 OWN_DATA = " What a process has of its own, such as a key that it folds, it saves in data=."
+ONE_THREAD = threading.RLock()  # begins a write: Orbax mixes up the directories of two at a time
 
 
 class Handler(ocp.PyTreeCheckpointHandler):
@@ -103,7 +105,7 @@ def save(
     agree("zerojax.save", target, state, OWN_DATA, **shared, shapes=shapes)
     custom = _extras.pack(shared, own)
     mine = functools.partial(_files.unfinished, target.parent, glob.escape(target.name))
-    with _files.only_writer_of_new(target, "Save to a new path.", mine):
+    with ONE_THREAD, _files.only_writer_of_new(target, "Save to a new path.", mine):
         handler = Handler(save_concurrent_gb=_concurrent_gb(state))
         args = save_args(handler, jax.tree.map(_one_replica, state), custom, shapes)
         with ocp.Checkpointer(handler) as checkpointer:
