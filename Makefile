@@ -108,9 +108,15 @@ foreign: $(VENV)-foreign/.foreign
 	KERAS_BACKEND=jax $(VENV)-foreign/bin/python -m pytest -n $(WORKERS) -m 'slow or not slow' \
 	  --no-skips tests/test_foreign.py
 
+# These ask for CUDA, PyTorch, an older NumPy, one version of Python or what reads data, which their
+# models do not need.
+ALONE := 'discretax>=0.3' 'flaxdiff>=0.2.11' jaxrwkv nequip-eqx 'recurrentgemma>=1.0.1' 'rejax>=0.1.3'
+
 # Only Flax's source has its examples and tutorials; the tests take those of the installed version.
 $(VENV)-foreign/.foreign: pyproject.toml
 	$(MAKE) VENV=$(VENV)-foreign GPU= $@
+	$(VENV)-foreign/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --ignore-requires-python $(ALONE)
 	mkdir -p $(VENV)-foreign/sources
 	$(VENV)-foreign/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary flax \
 	  --dest $(VENV)-foreign/sources \

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 import zerojax
 import zerojax.nnx
-from tests.foreign import HEAVY, LIGHT, PORTED, program
+from tests.foreign import HEAVY, LIGHT, PACKAGES, PORTED, TURNS, program
 from tests.foreign.flax_sources import TUTORIALS
 from tests.processes import ROOT
 from tests.reference import assert_close, tree_bytes
@@ -62,7 +62,7 @@ def marks(name, stage):
 
 
 STAGES = [(name, stage) for name in LIGHT | HEAVY for stage in (0, 3)]
-STAGES += [(name, 3) for name in PORTED]
+STAGES += [(name, 3) for name in PACKAGES | PORTED]
 # Of the text of each: lines that were added, and lines that were left out.
 ROW = re.compile(r"\| `(\w+)`[^|]*\| (\d+) \| (\d+) \|")
 PAGE = ROW.findall((ROOT / "docs/coming_from.md").read_text())
@@ -91,7 +91,7 @@ def test_program(name, stage):
         assert findings and all(re.search(one.unmet, finding) for finding in findings)
     else:
         report.check()
-    if not one.port:  # the audit knows of what their losses send, and of weights they do not use
+    if name in LIGHT | HEAVY:  # the audit knows what others send, and which weights rest unused
         fields = [getattr(state, field) for field in one.mutable]
         check_traffic(report, state.tx.plan, tree_bytes(fields))
     zerojax.verify(step, state, *args).check()
@@ -125,6 +125,58 @@ def check_placement(state):
     for value, leaf in zip(jax.tree.leaves(state), plan.leaves, strict=True):
         held = value.addressable_shards[0].data.nbytes
         assert held == leaf.bytes_per_device(plan.mesh), leaf.path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TURNS)
+def test_networks_that_take_turns(name):
+    """In loops of one's own, with a step for each loss."""
+    one = TURNS[name]()
+    wanted = {name: make() for name, make in one.make.items()}
+    states = {name: zerojax.shard_train_state(make, 3) for name, make in one.make.items()}
+    steps = {}
+    for turn in dict.fromkeys(one.turns):
+        check_turn(*turn, states, one.batch)
+        steps[turn] = jax.jit(jax.value_and_grad(turn[1])), compiled(own_step(*turn))
+    for _ in range(STEPS):
+        for name, loss in one.turns:
+            plain, step = steps[name, loss]
+            value, grads = plain(wanted[name].params, one.batch, wanted)
+            new = wanted[name].apply_gradients(grads=grads)
+            wanted[name] = one.theirs(name, wanted, one.batch) if one.theirs else new
+            states[name], metrics = step(states.pop(name), one.batch, states)
+            assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
+        wanted, states = one.after(wanted), one.after(states)
+    for name, state in states.items():
+        check_placement(state)
+        state = zerojax.unpad(state)
+        assert_close((state.params, state.extra), (wanted[name].params, wanted[name].extra), 1e-4)
+
+
+compiled = functools.partial(jax.jit, donate_argnums=0, compiler_options=QUICK)
+
+
+def own_step(name, loss):
+    """As a user writes it: a loss closes over the networks that it reads, without their padding."""
+
+    def step(state, batch, others):
+        states = {key: zerojax.unpad(each) for key, each in {**others, name: state}.items()}
+        of_params = lambda params, batch: loss(params, batch, states)
+        plan = state.tx.plan
+        value, grads = zerojax.value_and_grad(of_params, plan)(state.params, batch)
+        return plan.constrain(state.apply_gradients(grads=grads)), {"loss": value}
+
+    return step
+
+
+def check_turn(name, loss, states, batch):
+    others = {key: state for key, state in states.items() if key != name}
+    step = own_step(name, loss)
+    bound = compiled(lambda state, batch: step(state, batch, others))
+    zerojax.audit(bound, states[name], batch).check()
+    whole = {key: zerojax.unpad(state) for key, state in states.items()}
+    like = zerojax.train_step(lambda params, batch: loss(params, batch, whole))
+    zerojax.verify(bound, states[name], batch, like=like).check()
 
 
 @pytest.mark.slow

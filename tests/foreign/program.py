@@ -6,7 +6,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +50,20 @@ class Program(NamedTuple):
     rng: Any = None
     axis: str = "data"
     port: Port | None = None
+
+
+class Turns(NamedTuple):
+    """States by name, and turns: which of them learns, by a loss `(params, batch, states)`.
+
+    `theirs` is the authors' update `(name, states, batch) -> state` for one device; `after` is what
+    becomes of the states when all had their turns.
+    """
+
+    make: dict[str, Callable[[], Any]]
+    turns: Sequence[tuple[str, Callable[..., Any]]]
+    batch: Any
+    theirs: Callable[..., Any] | None = None
+    after: Callable[[Any], Any] = lambda states: states
 
 
 class State(TrainState):
