@@ -54,6 +54,12 @@ if os.environ["RANK"] == "1":
     sys.exit(sys.argv[1])
 time.sleep(60)
 """
+LIVES = """
+import os, signal, subprocess, time
+signal.signal(signal.SIGTERM, lambda *_: None)
+print(os.getpid(), subprocess.Popen(["sleep", "100"]).pid, flush=True)
+time.sleep(100)
+"""
 SLURM = {
     "SLURM_STEP_NUM_NODES": "3",
     "SLURM_STEP_NUM_TASKS": "3",
@@ -149,6 +155,18 @@ def test_what_a_failed_run_has_started_ends_with_it(launched):
     assert len(workers) == 2 and not any(map(is_alive, workers))
 
 
+def test_what_launch_has_started_ends_where_it_is_killed(launched):
+    """What went on would keep the GPUs, and the lock of the checkpoints."""
+    process = launched(LIVES, "-n", "2", "--grace", "1", "program.py")
+    started = [pid for _ in range(2) for pid in process.stdout.readline().split()[1:]]
+    process.kill()
+    process.communicate()
+    until = time.monotonic() + 15
+    while any(map(is_alive, started)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert len(started) == 4 and not any(map(is_alive, started))
+
+
 def is_alive(pid):
     """Whether a process runs; one that nobody waits for stays as a zombie in some containers."""
     try:
@@ -166,11 +184,33 @@ def test_lines_pass_as_the_bytes_that_they_are(launched, tmp_path):
     assert (tmp_path / "logs" / "0.log").read_bytes() == out.removeprefix("[0] ").encode()
 
 
+def test_a_start_keeps_what_an_earlier_one_has_logged(launched, tmp_path):
+    """In a folder of its own, a first start writes what its processes do, and nothing else."""
+    for how in ("raises", "waits"):
+        code = ENDS.replace("60", "0").replace("rank == 1", "rank == 0")
+        flags = ("-n", "1", "--logs", "logs", "program.py", how)
+        ended(launched(code, *flags), int(how == "raises"))
+    log = (tmp_path / "logs" / "0.log").read_text()
+    again = r"--- zerojax launch: started again, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}"
+    assert re.fullmatch(rf"started\nTraceback (.|\n)*seen enough\n{again}\nstarted\n", log), log
+
+
+def test_a_line_without_an_end_goes_on_in_parts(launched):
+    """Of 16 MB; the end of the one before comes at once, and nothing is lost."""
+    code = "import sys\nsys.stdout.write('a\\r' + 'x' * 2**24 + '\\nb')"
+    started = time.monotonic()
+    out, _ = ended(launched(code, "-n", "1", "program.py"), 0)
+    first, *parts, last = [line.removeprefix("[0] ") for line in out.splitlines()]
+    assert (first, last, "".join(parts)) == ("a", "b", "x" * 2**24)
+    assert len(parts) > 100 and time.monotonic() - started < 10
+
+
 def test_a_signal_reaches_the_process_that_is_being_started(monkeypatch):
     class Interrupted(subprocess.Popen):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            os.kill(os.getpid(), signal.SIGTERM)
+        def __init__(self, args, **options):
+            super().__init__(args, **options)
+            if args is command:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     command = [sys.executable, "-c", "import time; time.sleep(20)"]

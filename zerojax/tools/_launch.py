@@ -27,6 +27,11 @@ PORT = 29500  # torchrun's, on which all hosts agree
 LINES_KEPT, SHOWN = 500, 20  # lines of standard error; of these without a traceback
 END_OF_LINE = re.compile(rb"\r\n|\n|\r")  # progress bars end theirs with \r
 TRACEBACK = "Traceback (most recent call last):"
+LONGEST = 2**16  # bytes of a line that are kept until its end comes; more goes on in parts
+# Reads groups of processes, and ends them where `launch` is killed, which closes its input.
+GUARD = """trap '' HUP INT TERM
+while read -r group; do groups="$groups -$group"; done
+kill -s TERM -- $groups; sleep "$0"; kill -s KILL -- $groups"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +148,7 @@ class _Stream:
         """Passes on what is there; returns whether more may come."""
         data = os.read(self.pipe.fileno(), 2**16)
         *lines, self.rest = END_OF_LINE.split(self.rest + data)
-        if not data and self.rest:
+        if self.rest and (not data or len(self.rest) > LONGEST):
             lines, self.rest = [*lines, self.rest], b""
         self.kept.extend(lines)
         # As bytes: this process may have another encoding.
@@ -155,15 +160,18 @@ class _Stream:
         return bool(data)
 
 
+def _started(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Starts a process in a session of its own: ^C in the terminal reaches it once, from here."""
+    return subprocess.Popen(command, start_new_session=True, **options)
+
+
 class _Process:
     """A process of the run and its two streams."""
 
     def __init__(self, command: Sequence[str], env: dict[str, str], log: BinaryIO | None) -> None:
         self.rank = int(env["RANK"])
-        # In a session of its own, ^C in the terminal reaches it once: from here.
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        pipes |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
-        self.popen = subprocess.Popen(command, env=env, **pipes)
+        pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        self.popen = _started(command, env=env, stdin=subprocess.DEVNULL, **pipes)
         prefix = f"[{self.rank:>{len(str(int(env['WORLD_SIZE']) - 1))}}] ".encode()
         assert self.popen.stdout is not None and self.popen.stderr is not None, "they are pipes"
         self.output = _Stream(self.popen.stdout, sys.stdout.buffer, prefix, log)
@@ -293,11 +301,30 @@ def launch(
         if logs is not None:
             os.makedirs(logs, exist_ok=True)
             paths = [os.path.join(logs, f"{env['RANK']}.log") for env in environments]
-            opened = [files.enter_context(open(path, "wb")) for path in paths]
+            opened = [files.enter_context(open(path, "ab")) for path in paths]
+        for log in filter(None, opened):
+            if log.tell():  # above stands why an earlier start has failed
+                again = time.strftime("--- zerojax launch: started again, %F %T %z\n")
+                log.write(again.encode())
         team = Team(grace)
-        with _handling(team):
+        with _handling(team), _guarded(grace) as groups:
             for env, log in zip(environments, opened, strict=True):
                 if not team.told:
                     team.processes.append(_Process(command, env, log))
+                    groups.write(b"%d\n" % team.processes[-1].popen.pid)
             team.watch()
             return team.code()
+
+
+@contextlib.contextmanager
+def _guarded(grace: float) -> Iterator[IO[bytes]]:
+    """Starts what ends the groups of processes written to its input, if this process is killed."""
+    quiet = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+    command = ["sh", "-c", GUARD, str(grace)]
+    guard = _started(command, stdin=subprocess.PIPE, bufsize=0, **quiet)
+    assert guard.stdin is not None, "it is a pipe"
+    try:
+        yield guard.stdin
+    finally:
+        guard.kill()
+        guard.communicate()
