@@ -343,3 +343,26 @@ def test_a_process_that_goes_on_after_another_has_ended_says_so(launched):
     said = "[0] zerojax: the program of process 1 has ended"
     assert "[0] slept\n" in out and err.count(said) == 1
     assert "this process has 3 emulated devices, and its launcher asks for 1" in err
+
+
+RAISES_LATE = """
+import os, sys, time, zerojax
+
+zerojax.initialize()
+if os.environ["RANK"] == sys.argv[1]:
+    time.sleep(4)
+    raise ValueError("no data is left")
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("late", ["0", "1"])
+def test_a_process_that_raises_after_another_has_ended_is_named_by_it(launched, late):
+    """The other one waits for it, and would end after the heartbeat without a reason."""
+    started = time.monotonic()
+    flags = ("-n", "2", "--cpu", "--grace", "20", "program.py", late)
+    out, err = ended(launched(RAISES_LATE, *flags, PYTHONPATH=str(ROOT)), 1)
+    waits = 1 - int(late)
+    assert out.count(f"[{waits}] done") == 1 and time.monotonic() - started < 25
+    assert f"[{waits}] zerojax: process {late} raised ValueError: no data is left\n" in err
+    assert "this one goes on" not in err

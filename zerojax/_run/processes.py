@@ -33,6 +33,7 @@ OF_CPUS = "JAX_NUM_CPU_DEVICES"  # JAX emulates as many where there is no GPU
 OF_MTLS = "JAX_MTLS_"  # how the variables begin by which JAX encrypts
 GRACE = 5.0  # seconds after which C code ends a process whose threads do not run
 LONELY = 30.0  # seconds after another's end at which a process says that it goes on
+LEAVING = 240  # seconds to wait for the end of the others; JAX waits 300 more
 PREEMPTED = 128 + signal.SIGTERM  # the status of a process that has saved, as others may yet
 # Seconds from `sys.exit(1)` to the end of the program; after more, somebody has caught it.
 EXITING = 1.0
@@ -163,7 +164,7 @@ class _SharedEnd:
     def __init__(self) -> None:
         self.status, self.exited_at = 1, -float("inf")
         self.exit, sys.exit = sys.exit, self.note_exit
-        self.failed, self.over = threading.Event(), threading.Event()
+        self.failed, self.over, self.has_left = threading.Event(), threading.Event(), False
         # All processes together ask process 0 at most a hundred times a second.
         self.seconds = max(1.0, _compat.run_of_processes().num_processes / 100)
         self.show, sys.excepthook = sys.excepthook, self.tell
@@ -201,7 +202,7 @@ class _SharedEnd:
         while not self.over.wait(self.seconds) and _compat.shared_store() is not None:
             if may_lose_processes():
                 _agreement.beat(next(beats))
-            elif alone < LONELY and (left := read(LEFT)):
+            elif alone < LONELY and not self.has_left and (left := read(LEFT)):
                 alone += self.seconds
                 if alone >= LONELY:
                     say(
@@ -224,21 +225,30 @@ class _SharedEnd:
         self.listener.join(2)
 
     def leave(self) -> None:
-        self.over.set()
-        self.listener.join(2)
+        run = _compat.run_of_processes()
         if not self.failed.is_set():
             if time.monotonic() - self.exited_at < EXITING:
                 self.tell_others(f"ended with status {self.status}")
             else:
-                self.write(LEFT, f"process {_compat.run_of_processes().process_id}")
+                self.write(LEFT, f"process {run.process_id}")
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # JAX waits on, or aborts
+                    self.wait_for_all()
+        self.over.set()
+        self.listener.join(2)
         if self.failed.is_set():
-            if _compat.run_of_processes().process_id == 0:
+            if run.process_id == 0:
                 time.sleep(2 * self.seconds)  # the others still read the store in this process
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self.status)
-        run = _compat.run_of_processes()
-        if may_lose_processes() and run.service is not None:
+
+    def wait_for_all(self) -> None:
+        """Waits until the programs of all have ended, as JAX does next. If one raises meanwhile,
+        the listener ends this process, and says why."""
+        run, self.has_left = _compat.run_of_processes(), True
+        if run.client is not None and not may_lose_processes():
+            run.client.wait_at_barrier(LEFT, 1000 * LEAVING)
+        elif run.service is not None:
             # JAX does not wait for the others at exit here, and they need process 0 to leave.
             run.client.get_live_nodes(list(range(run.num_processes)))
 
