@@ -10,6 +10,7 @@ from tests import worker
 from tests.conftest import make_mesh
 from tests.processes import check_written_together, completed, python
 from tests.reference import assert_close
+from zerojax._run import processes
 
 
 def test_two_processes_train_save_export_restore_and_disagree(tmp_path):
@@ -213,6 +214,14 @@ print("all are given up")
 def test_nothing_of_the_library_holds_devices_that_are_given_up():
     code, said, error = python(GIVEN_UP, JAX_NUM_CPU_DEVICES="2")
     assert code == 0 and said.endswith("\nall are given up\n"), error
+
+
+def test_an_error_has_all_that_led_to_it():
+    """What it names as its cause, and what was handled then: each holds arrays of its frames."""
+    error, cause, context = ValueError("error"), KeyError("cause"), OSError("context")
+    error.__cause__, error.__context__, context.__cause__ = cause, context, cause
+    cause.__context__ = context  # a circle
+    assert {*processes.chain(error)} == {error, cause, context}
 
 
 def test_elastic_in_one_process_returns_and_raises_as_its_function_does():

@@ -41,23 +41,31 @@ GRACE = 5.0  # seconds after which a process that does not raise is ended
 IN_ORDER = " Each makes the same calls in the same order, as many steps and evaluations as others."
 
 BEATS = "zerojax/alive/"  # a key for each process, in runs that survive lost processes
-LOST = 60  # seconds without a beat
 GONE = "lost"
 
 _meetings: collections.Counter[str] = collections.Counter()  # so far, by channel
+# By the key of a process: what it said last, and how many beats of this process ago.
+_heard: dict[str, tuple[str, int]] = {}
+_lost: set[str] = set()  # the keys of those that are silent
 
 
-def beat(count: int) -> None:
-    """Tells the others that this process is alive: JAX does not do so in elastic runs."""
+def beat(count: int, most: float) -> None:
+    """Tells the others that this process is alive, and notes who has not done so for `most` calls:
+    JAX does neither in elastic runs. Calls count, not seconds: this process may have been stopped.
+    """
     run = _compat.run_of_processes()
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         run.client.key_value_set(f"{BEATS}{run.process_id}", str(count), allow_overwrite=True)
+        for key, said in run.client.key_value_dir_get(BEATS):
+            last, ago = _heard.get(key, (said, 0))
+            _heard[key] = said, ago + 1 if said == last else 0
+            (_lost.add if _heard[key][1] > most else _lost.discard)(key)
 
 
 def new_run() -> None:
     """Resets the counts, like the other processes of a new run."""
-    _meetings.clear()
-    _CALLS.clear()
+    for of_run in (_meetings, _heard, _lost, _CALLS):
+        of_run.clear()
 
 
 class _Calls:
@@ -270,28 +278,24 @@ def _read(key: str, process: int, call: str, calls: _Calls | None = None) -> str
 
     It raises when the process no longer says that it is alive, or has made another call.
     """
-    waited, quiet, beat = 0, 0, None
+    waited = 0
     while True:
+        is_lost = f"{BEATS}{process}" in _lost
         try:
             return _compat.shared_store().blocking_key_value_get(key, 1000)
         except jax.errors.JaxRuntimeError as error:
-            waited += 1
-            if _compat.TIMEOUT not in str(error):
+            if is_lost or _compat.TIMEOUT not in str(error):
                 raise
-            if calls is not None:
-                calls.check()
-            if waited % PATIENCE:
-                continue
-            last, beat = beat, _beat_of(process)
-            quiet = quiet + PATIENCE if beat is not None and beat == last else 0
-            if quiet >= LOST:
-                raise
-        print(
-            f"zerojax: process {_compat.run_of_processes().process_id} has waited {waited} s in "
-            f"{call} for process {process}, or for one that this one waits for.",
-            file=sys.stderr,
-            flush=True,
-        )
+        if calls is not None:
+            calls.check()
+        waited += 1
+        if waited % PATIENCE == 0:
+            print(
+                f"zerojax: process {_compat.run_of_processes().process_id} has waited {waited} s "
+                f"in {call} for process {process}, or for one that this one waits for.",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def wait_for_all(*, key: str, **_: object) -> None:
@@ -304,12 +308,6 @@ def wait_for_all(*, key: str, **_: object) -> None:
         _read(f"{now}/{process}", process, "a save")
     if _meetings[here] > 1:  # all are here, so all have read the one before
         run.client.key_value_delete(f"{here}/{_meetings[here] - 1}/{run.process_id}")
-
-
-def _beat_of(process: int) -> str | None:
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has no beat yet
-        return _compat.shared_store().key_value_try_get(f"{BEATS}{process}")
-    return None
 
 
 def versions() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import gc
 import socket
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -96,13 +97,15 @@ def forget_devices(clients: list[weakref.ref]) -> None:
     for cached in _compat.caches_of_a_run():
         cached.cache_clear()
     backend.clear_backends()
-    for _ in range(COLLECTIONS):
+    for seconds in range(COLLECTIONS):
         gc.collect()
-    if any(client() is not None for client in clients):
-        _processes.say(
-            "elastic: something outside train() holds arrays or devices. Their memory stays taken, "
-            "and other processes may wait for ever. Make all of them inside."
-        )
+        if all(client() is None for client in clients):
+            return
+        time.sleep(seconds)  # the thread of a save may still end
+    _processes.say(
+        "elastic: something outside train() holds arrays or devices. Their memory stays taken, "
+        "and other processes may wait for ever. Make all of them inside."
+    )
 
 
 def _meet(how: str) -> tuple[list[int], bool]:

@@ -33,6 +33,7 @@ OF_CPUS = "JAX_NUM_CPU_DEVICES"  # JAX emulates as many where there is no GPU
 OF_MTLS = "JAX_MTLS_"  # how the variables begin by which JAX encrypts
 GRACE = 5.0  # seconds after which C code ends a process whose threads do not run
 LONELY = 30.0  # seconds after another's end at which a process says that it goes on
+SILENT = 30  # seconds; an elastic run takes no process for lost that is silent for less
 LEAVING = 240  # seconds to wait for the end of the others; JAX waits 300 more
 PREEMPTED = 128 + signal.SIGTERM  # the status of a process that has saved, as others may yet
 # Seconds from `sys.exit(1)` to the end of the program; after more, somebody has caught it.
@@ -199,9 +200,10 @@ class _SharedEnd:
 
     def listen(self) -> None:
         beats, alone = itertools.count(), 0.0
+        silent = max(SILENT, _AGAIN.get("heartbeat_timeout_seconds", 100)) / self.seconds
         while not self.over.wait(self.seconds) and _compat.shared_store() is not None:
             if may_lose_processes():
-                _agreement.beat(next(beats))
+                _agreement.beat(next(beats), silent)
             elif alone < LONELY and not self.has_left and (left := read(LEFT)):
                 alone += self.seconds
                 if alone >= LONELY:
@@ -246,8 +248,9 @@ class _SharedEnd:
         """Waits until the programs of all have ended, as JAX does next. If one raises meanwhile,
         the listener ends this process, and says why."""
         run, self.has_left = _compat.run_of_processes(), True
-        if run.client is not None and not may_lose_processes():
-            run.client.wait_at_barrier(LEFT, 1000 * LEAVING)
+        if not may_lose_processes():
+            if run.client is not None:
+                run.client.wait_at_barrier(LEFT, 1000 * LEAVING)
         elif run.service is not None:
             # JAX does not wait for the others at exit here, and they need process 0 to leave.
             run.client.get_live_nodes(list(range(run.num_processes)))
@@ -264,11 +267,15 @@ def may_be_of_a_loss(error: BaseException) -> bool:
     return may_lose_processes() and not all(str(each).startswith(NO_LOSS) for each in causes)
 
 
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and its causes."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error, and all that led to it."""
+    todo: list[BaseException | None] = [error]
+    seen: list[BaseException] = []
+    while todo:
+        if (one := todo.pop()) is not None and one not in seen:
+            seen.append(one)
+            todo += [one.__cause__, one.__context__]
+            yield one
 
 
 def read(key: str) -> str | None:
