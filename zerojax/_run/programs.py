@@ -7,6 +7,7 @@ have the topology in them, which XLA writes otherwise in each process there.
 import functools
 import os
 import pathlib
+import stat
 import sys
 
 import jax
@@ -14,6 +15,7 @@ import jax
 from zerojax._warn import warn
 
 VARIABLE = "ZEROJAX_CACHE"  # names another folder, or none
+REMEDY = f"Remove it; or chmod 700 it, if it is yours; or {VARIABLE}=..., a folder of yours."
 LEAST_SECONDS = 0.1  # that a kept program took to compile; by default JAX keeps those of a second
 
 
@@ -34,6 +36,33 @@ def programs_folder() -> pathlib.Path | None:
     return path and path / "programs"
 
 
+def open_to_others(*paths: str | os.PathLike[str]) -> str:
+    """Says who else can write to the first of these files or folders for which that is so."""
+    for path in paths if os.name == "posix" else ():
+        there = os.stat(path) if os.path.exists(path) else None
+        if there is not None and there.st_uid not in (0, os.geteuid()):
+            return f"{path} belongs to user {there.st_uid}"
+        if there is not None and there.st_mode & stat.S_IWOTH:
+            return f"everyone can write to {path} (mode {stat.S_IMODE(there.st_mode):o})"
+    return ""
+
+
+def usable(*paths: pathlib.Path) -> bool:
+    """Makes the folders of a cache, if need be. Warns, and returns False, where others can write
+    there, because what is there is run, or where a folder that the user names cannot be made."""
+    try:
+        for path in paths:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        others = open_to_others(*paths)
+    except OSError as error:  # a home that is not there, or is not ours
+        if VARIABLE in os.environ:
+            warn(f"{VARIABLE}={os.environ[VARIABLE]}: compiled programs are not kept ({error}).")
+        return False
+    if others:
+        warn(f"compiled programs are not kept: {others}, and what is there is run. {REMEDY}")
+    return not others
+
+
 @functools.cache
 def keep() -> None:
     """Has JAX keep what it compiles, so that another process loads it, where the user has not
@@ -42,12 +71,8 @@ def keep() -> None:
     decided = jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache
     if path is None or decided:
         return
-    is_new = not path.is_dir()
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)  # what is there is run
-    except OSError as error:  # a home that is not there, or is not ours
-        if VARIABLE in os.environ:
-            warn(f"{VARIABLE}={os.environ[VARIABLE]}: compiled programs are not kept ({error}).")
+    is_new = not os.path.isdir(path)
+    if not usable(path.parent, path):
         return
     jax.config.update("jax_compilation_cache_dir", str(path))
     if jax.config.jax_persistent_cache_min_compile_time_secs == 1.0:  # JAX's default

@@ -21,6 +21,7 @@ import jax
 
 import zerojax
 from zerojax._plan.plan import Plan
+from zerojax._run import programs as _programs
 from zerojax._step.step import Step
 from zerojax._step.step_options import Recipe
 from zerojax._types import PyTree
@@ -61,7 +62,8 @@ def kept(folder: pathlib.Path | None, lines: bool = True) -> Iterator[None]:
     An audit names the lines of code that a program comes from. Whoever needs no `lines` gets a
     program although its code has moved since.
     """
-    token = _STORE.set((folder, lines))
+    usable = folder is not None and _programs.usable(folder)
+    token = _STORE.set((folder if usable else None, lines))
     try:
         yield
     finally:
@@ -117,7 +119,7 @@ def _versions() -> dict[str, str]:
 
 def _read(file: pathlib.Path) -> KeptProgram | None:
     """Reads a program; None if it is missing or damaged."""
-    if not file.is_file():  # opening a pipe may wait for ever
+    if not os.path.isfile(file):  # opening a pipe may wait for ever
         return None
     with contextlib.suppress(OSError, zlib.error, ValueError, TypeError):
         program = KeptProgram(**json.loads(zlib.decompress(file.read_bytes())))
@@ -131,7 +133,6 @@ def _write(file: pathlib.Path, program: KeptProgram) -> None:
     kept = {k: v for k, v in vars(program).items() if k not in ("recipe", "written")}
     beside = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
         try:
             beside.write_bytes(zlib.compress(json.dumps(kept).encode()))
             os.replace(beside, file)
