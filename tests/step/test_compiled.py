@@ -1,6 +1,9 @@
 """Steps that are compiled before the loop, kept in files, and loaded; and JAX's own cache."""
 
-import types
+import json
+import os
+import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +12,13 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.sharding import AxisType
 
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
 from tests.processes import python
 from tests.reference import assert_close
-from zerojax._run import programs
 
 TX = optax.adam(1e-2)
 ROWS = np.linspace(-1, 1, 16 * 32, dtype="f").reshape(16, 32)
@@ -97,6 +100,95 @@ def test_what_was_compiled_for_something_else_is_refused(name, saved):
     assert " there, " in text and "here: step.compile(state, batch).save(path)." in text
     assert "the version of JAX" not in text
     assert ("the learning rate" in text) == (name == "the program")
+
+
+FORMS = {
+    "on the host": lambda rows, plan: rows,
+    "placed": lambda rows, plan: zerojax.shard_batch(rows, plan=plan),
+    "shapes": lambda rows, plan: zerojax.aot.batch(rows, plan),
+    "on one device": lambda rows, plan: jnp.asarray(rows),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_batch_may_rest_elsewhere_there_and_here(kind, tmp_path):
+    """In whatever form a step takes it: the program is the same."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    make = lambda: TrainState.create(apply_fn=None, params={"w": jnp.ones((32, 64))}, tx=TX)
+    plan = zerojax.plan(make, stage=3, mesh=mesh)
+    drawn = lambda params, x, key: loss(params, x * jax.random.bernoulli(key, 0.5, x.shape))
+    step, key = zerojax.train_step(drawn), jax.random.key(1)
+    batches = {name: form(ROWS, plan) for name, form in FORMS.items()}
+    files = {name: tmp_path / name for name in FORMS}
+    for name, batch in batches.items():
+        step.compile(plan.abstract(), batch, key).save(files[name])
+    programs = {name: file.read_bytes().split(b"\n")[1] for name, file in files.items()}
+    facts = {json.loads(header)[1]["the program"] for header in programs.values()}
+    assert len(facts) == 1
+    wanted = step(plan.place(make), ROWS, key)
+    for name in ("on the host", "placed"):
+        others = batches["placed" if name == "on the host" else "on the host"]
+        loaded = zerojax.load_step(files[name], step, plan.abstract(), others, key)
+        assert_close(loaded(plan.place(make), others, key), wanted, 0)
+
+
+def test_a_batch_that_rests_otherwise_is_named(saved):
+    rows = jax.device_put(ROWS, replicated())
+    with pytest.raises(ValueError, match=r"the program: .*, where the batch rests, or"):
+        zerojax.load_step(saved, zerojax.train_step(loss), placed(), rows)
+
+
+def everyones(file):
+    file.chmod(0o666)
+    return r"^everyone can write to \S+ \(mode 666\)"
+
+
+def anothers(file):
+    os.chown(file, 4321, -1)
+    return r"^\S+ belongs to user 4321"
+
+
+@pytest.mark.parametrize("open_up", [everyones, anothers])
+def test_a_file_that_others_can_write_to_is_refused(open_up, saved, tmp_path, monkeypatch):
+    """Before anything of it is read."""
+    if open_up is anothers and os.geteuid():
+        pytest.skip("only root can give a file away")
+    shutil.copy(saved, file := tmp_path / "step.bin")
+    says = (
+        open_up(file) + r", and a compiled step holds code.* yours alone: install -m 600 \S+ step"
+    )
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=says):
+        patch.setattr(pathlib.Path, "read_bytes", None)
+        zerojax.load_step(file, zerojax.train_step(loss), placed(), ROWS)
+    before = os.umask(0)
+    zerojax.load_step(saved, zerojax.train_step(loss), placed(), ROWS).save(file)
+    os.umask(before)
+    zerojax.load_step(file, zerojax.train_step(loss), placed(), ROWS)
+
+
+@pytest.mark.parametrize("how", ["step", "compiled", "loaded"])
+def test_state_in_host_memory_stays_there_on_axes_of_two_types(how, tmp_path):
+    """JAX says that its replicated arrays are not."""
+    mesh = jax.make_mesh((4, 2), ("node", "gpu"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    params = {"scale": jnp.ones(3), "w": jnp.ones((32, 64)) / 9}
+    make = lambda: TrainState.create(apply_fn=None, params=params, tx=TX)
+    offload = zerojax.Offload(params=True, min_bytes=0)
+    plan = zerojax.plan(make, stage=3, mesh=mesh, axis=("node", "gpu"), offload=offload)
+    step = zerojax.train_step(lambda params, x: loss(params, x) * params["scale"][0])
+    state, run, losses = plan.place(make), step, []
+    if how != "step":
+        run = step.compile(state, ROWS)
+    if how == "loaded":
+        run.save(tmp_path / "step.bin")
+        run = zerojax.load_step(tmp_path / "step.bin", step, state, ROWS)
+    wanted = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)]
+    for _ in range(3):
+        state, metrics = run(state, ROWS)
+        losses.append(float(metrics["loss"]))
+        assert [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)] == wanted
+    assert "pinned_host" in wanted and losses[0] > losses[1] > losses[2]
+    assert how != "step" or step._cache_size() == 1
+    assert_close(zerojax.full_params(state)["scale"], np.array([0.97, 1, 1], "f"), 1e-3)
 
 
 def test_an_option_and_another_jax_are_named(saved, monkeypatch):
@@ -229,12 +321,3 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert value != second.split()[2]
     assert f"zerojax: compiled programs are kept in {tmp_path}/zerojax/programs" in said
     assert "compiled programs" not in quiet
-
-
-def test_a_folder_that_the_user_names_and_cannot_write(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "file"))
-    undecided = types.SimpleNamespace(jax_compilation_cache_dir="", jax_enable_compilation_cache=1)
-    monkeypatch.setattr(programs, "jax", types.SimpleNamespace(config=undecided))
-    with pytest.warns(UserWarning, match=r"ZEROJAX_CACHE=.*file: compiled programs are not kept"):
-        programs.keep.__wrapped__()

@@ -13,11 +13,14 @@ import pickle
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.experimental import serialize_executable
+from jax.sharding import NamedSharding
 
 from zerojax._loss import arguments as _arguments
 from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan
+from zerojax._run import programs as _programs
 from zerojax._run.agreement import Known
 from zerojax._step.replay import Replays
 from zerojax._types import PyTree
@@ -28,7 +31,7 @@ PROGRAM = "the program"
 # What no other fact tells.
 IN_THE_PROGRAM = (
     "the loss, a constant of it or of the optimizer, such as the learning rate, the types of the "
-    "mesh's axes, or a setting of JAX"
+    "mesh's axes, where the batch rests, or a setting of JAX"
 )
 Facts = dict[str, str]  # what a program depends on, each as text that a digest may stand for
 
@@ -59,7 +62,7 @@ class CompiledStep:
             args = jax.device_put(args, tuple(places))
             if self.replays is not None:
                 self.replays(self.plan, state, *args)
-            return self.executable(state, *args)
+            return at_rest(self.executable(state, *args), self.plan)
 
     def as_text(self) -> str:
         return self.executable.as_text() or ""
@@ -80,10 +83,31 @@ class CompiledStep:
         beside = file.with_name(f"{file.name}.{os.getpid()}")
         header = json.dumps([_digest(program), self.facts]).encode()
         try:
+            beside.touch(0o644)  # whatever the umask: a file that all can write to is not loaded
             beside.write_bytes(FIRST_LINE + header + b"\n" + program)
             os.replace(beside, file)  # all of it, or nothing
         finally:
             beside.unlink(missing_ok=True)
+
+
+def at_rest(results: PyTree, plan: Plan | None) -> PyTree:
+    """Returns `(state, metrics)` where each array of the state says that it is where it is.
+
+    On meshes with Auto and Explicit axes, JAX says "device" of arrays that are in host memory.
+    """
+    places = plan.shardings if plan is not None and plan.offloads else []
+    if not places or not isinstance(results, tuple) or len({*places[0].mesh.axis_types}) == 1:
+        return results
+
+    def named(leaf: PyTree, place: NamedSharding) -> PyTree:
+        if isinstance(leaf, Tracer) or leaf.sharding.memory_kind == place.memory_kind:
+            return leaf
+        parts = [shard.data for shard in leaf.addressable_shards]
+        return jax.make_array_from_single_device_arrays(leaf.shape, place, parts)
+
+    leaves, treedef = jax.tree.flatten(results[0])
+    leaves = [named(*each) for each in zip(leaves, places, strict=True)]
+    return treedef.unflatten(leaves), *results[1:]
 
 
 def load_step(path: str | os.PathLike[str], step: Any, *args: PyTree) -> Any:
@@ -92,7 +116,8 @@ def load_step(path: str | os.PathLike[str], step: Any, *args: PyTree) -> Any:
     The step is traced and lowered, which takes seconds, and not compiled. A file of another
     program, plan, device or version of JAX is refused; the error names the difference.
 
-    Load files that you trust: like JAX's own cache, such a file holds code.
+    Load files that you trust: like JAX's own cache, such a file holds code. One that belongs to
+    another user, or that everyone can write to, is refused.
 
     Arguments:
         path: the file.
@@ -128,9 +153,15 @@ def read(path: str | os.PathLike[str]) -> tuple[Facts, bytes]:
     """Returns what the step in a file depends on, and its program."""
     write = "step.compile(state, batch).save(path)."
     try:
-        data = pathlib.Path(path).read_bytes()
+        others = _programs.open_to_others(path)
+        data = b"" if others else pathlib.Path(path).read_bytes()
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no compiled step is at {path}. Write it: {write}") from error
+    if others:
+        raise ValueError(
+            f"{others}, and a compiled step holds code, which loading it runs. If you trust it, "
+            f"load a copy that is yours alone: install -m 600 {path} step.bin"
+        )
     if not data.startswith(FIRST_LINE):
         raise ValueError(f"{path} is not a compiled step. Write one: {write}")
     header, _, program = data.removeprefix(FIRST_LINE).partition(b"\n")

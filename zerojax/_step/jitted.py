@@ -19,15 +19,17 @@ from zerojax._features import (
     xla_options as _xla_options,
 )
 from zerojax._kernel.pieces import unique
-from zerojax._loss import arguments as _arguments
+from zerojax._kernel.places import axes_size
+from zerojax._loss import arguments as _arguments, batch as _batch
 from zerojax._loss.arguments import plan_of
 from zerojax._loss.trace import named_axes
 from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan, fingerprint
 from zerojax._progress import working
 from zerojax._run import agreement as _agreement
+from zerojax._state.state import shape_dtype
 from zerojax._step.blame import DETERMINISTIC
-from zerojax._step.compiled import PROGRAM, CompiledStep, Facts, loaded, read, short
+from zerojax._step.compiled import PROGRAM, CompiledStep, Facts, at_rest, loaded, read, short
 from zerojax._step.donated import PartlyDonated
 from zerojax._step.replay import Replays
 from zerojax._step.step_options import Recipe
@@ -39,19 +41,32 @@ OWN_ROWS = (
 Jitted: TypeAlias = Any  # the result of `jax.jit`; JAX declares only half of its methods
 
 
-def _spelled_as_planned(args: Sequence[PyTree], plan: Plan) -> list[PyTree]:
-    """Gives a state's arrays the plan's shardings.
+def _spelled_as_planned(args: Sequence[PyTree], plan: Plan, specs: PyTree) -> list[PyTree]:
+    """Gives a state's arrays the plan's shardings, and batches those of `zerojax.shard_batch`.
 
-    What XLA returns names no axes of size 1, and would be lowered to another text.
+    What XLA returns names no axes of size 1, and would be lowered to another text. So would a batch
+    on the host; one that rests otherwise, such as over an axis of the user's, stays as it is.
     """
+
+    def spelled(value: PyTree, place: NamedSharding) -> PyTree:
+        is_there = isinstance(value, jax.Array) and not _move.is_elsewhere(value, place)
+        return jax.device_put(value, place) if is_there else value
+
+    def batch(value: PyTree, role: _batch.Role) -> PyTree:
+        place = NamedSharding(plan.mesh, _batch.spec(role, plan.batch_axes))
+        if isinstance(getattr(value, "sharding", None), NamedSharding):
+            return spelled(value, place)
+        ways = axes_size(plan.mesh, plan.batch_axes) if role.kind == _batch.BATCH else 0
+        if not hasattr(value, "shape") or (ways and value.shape[role.dim] % ways):
+            return value
+        struct = shape_dtype(value)
+        return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=place)
+
     leaves, treedef = jax.tree.flatten(args[0])
-    there = [
-        jax.device_put(leaf, sharding)
-        if isinstance(leaf, jax.Array) and not _move.is_elsewhere(leaf, sharding)
-        else leaf
-        for leaf, sharding in zip(leaves, plan.shardings, strict=True)
-    ]
-    return [treedef.unflatten(there), *args[1:]]
+    state = treedef.unflatten([spelled(*each) for each in zip(leaves, plan.shardings, strict=True)])
+    leaves, treedef = jax.tree.flatten(tuple(args[1:]))
+    roles = _batch.roles(args[1:], specs, plan.batch_axes)
+    return [state, *treedef.unflatten(map(batch, leaves, roles))]
 
 
 # [Note: when a step is compiled]
@@ -99,7 +114,7 @@ class Step:
                 named = {name: x if name == "state" else own(x) for name, x in named.items()}
                 if self.replays is not None:
                     self.replays(plan, *args[:1], *others, **named)
-            return jitted(*args[:1], *others, **named)
+            return at_rest(jitted(*args[:1], *others, **named), plan)
 
     def compile(self, *args: PyTree) -> CompiledStep:
         """Compiles the step for `(state, batch[, rng])`, or for their shapes, and runs nothing."""
@@ -126,7 +141,9 @@ class Step:
         """Returns the lowered step, its plan, and what its program depends on, once all processes
         have compared that."""
         plan = _arguments.find_plan(args[0] if args else None, self.recipe.plan)
-        lowered = self.for_args(*args).lower(*_spelled_as_planned(args, plan))
+        lowered = self.for_args(*args).lower(
+            *_spelled_as_planned(args, plan, self.recipe.options.batch_specs)
+        )
         # A jaxpr would not say what JAX makes of it: how it draws random numbers, which blocks a
         # kernel reads.
         facts = self.facts(plan, _fingerprint.of_shapes(args[1:]), lowered.as_text())
