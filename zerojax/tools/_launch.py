@@ -27,7 +27,7 @@ PORT = 29500  # torchrun's, on which all hosts agree
 LINES_KEPT, SHOWN = 500, 20  # lines of standard error; of these without a traceback
 END_OF_LINE = re.compile(rb"\r\n|\n|\r")  # progress bars end theirs with \r
 TRACEBACK = "Traceback (most recent call last):"
-LONGEST = 2**16  # bytes of a line that are kept until its end comes; more goes on in parts
+LINE_BYTES = 2**16  # of a line are kept until its end comes; the rest goes on in parts
 # Reads groups of processes, and ends them where `launch` is killed, which closes its input.
 GUARD = """trap '' HUP INT TERM
 while read -r group; do groups="$groups -$group"; done
@@ -148,7 +148,7 @@ class _Stream:
         """Passes on what is there; returns whether more may come."""
         data = os.read(self.pipe.fileno(), 2**16)
         *lines, self.rest = END_OF_LINE.split(self.rest + data)
-        if self.rest and (not data or len(self.rest) > LONGEST):
+        if self.rest and (not data or len(self.rest) > LINE_BYTES):
             lines, self.rest = [*lines, self.rest], b""
         self.kept.extend(lines)
         # As bytes: this process may have another encoding.
