@@ -36,8 +36,8 @@ PATIENCE = 30  # seconds after which a process says which process it waits for
 MOST_SHOWN = 5  # differences; the rest are counted
 MOST_CHARACTERS = 160  # characters of each
 EVERY = 0.5  # seconds between two comparisons of lines
-REMEMBERED, SENT = 512, 64  # lines; an asynchronous step is at most some 30 calls ahead
-GRACE = 5.0  # seconds after which a process that does not raise is ended
+REMEMBERED, SENT_LINES = 512, 64  # lines; an asynchronous step is at most some 30 calls ahead
+TIME_TO_RAISE = 5.0  # seconds after which a process that does not is ended
 IN_ORDER = " Each makes the same calls in the same order, as many steps and evaluations as others."
 
 BEATS = "zerojax/alive/"  # a key for each process, in runs that survive lost processes
@@ -64,7 +64,7 @@ def beat(count: int, most: float) -> None:
 
 def new_run() -> None:
     """Resets the counts, like the other processes of a new run."""
-    for of_run in (_meetings, _heard, _lost, _CALLS):
+    for of_run in (_meetings, _heard, _lost, _COMMON):
         of_run.clear()
 
 
@@ -100,7 +100,9 @@ class _Calls:
         """Sends the last lines to the first process, which compares those of all."""
         me = _compat.run_of_processes().process_id
         if self.lines and (number := self.lines[-1][0]) != self.sent:
-            store.key_value_set(f"{self.key}/of/{me}", self.written(SENT), allow_overwrite=True)
+            store.key_value_set(
+                f"{self.key}/of/{me}", self.written(SENT_LINES), allow_overwrite=True
+            )
             self.sent = number
         if me == self.members[0] and not self.difference:
             ours = _lines(self.written(REMEMBERED))
@@ -112,11 +114,11 @@ class _Calls:
         self.difference = store.key_value_try_get(f"{self.key}/difference")
         if not self.raised.wait(1):  # it waits for its devices, and these for others
             print(f"zerojax: {self.difference}", file=sys.stderr, flush=True)
-            if not self.raised.wait(GRACE):
+            if not self.raised.wait(TIME_TO_RAISE):
                 os._exit(1)
 
 
-_CALLS: dict[tuple[int, ...], _Calls] = {}  # by the processes that make them together
+_COMMON: dict[tuple[int, ...], _Calls] = {}  # by the processes that make them together
 _OVER = threading.Event()
 
 
@@ -134,7 +136,7 @@ class Known:
 
 def check_order() -> None:
     """Raises if other processes have made other calls, which may be why one of this one failed."""
-    for calls in _CALLS.values():
+    for calls in _COMMON.values():
         until = time.monotonic() + 3 * EVERY
         while not calls.difference and time.monotonic() < until:
             time.sleep(EVERY / 5)
@@ -166,11 +168,11 @@ def agree(
         _meetings[channel] += 1
         calls, known = None, None
     else:
-        calls = _CALLS.setdefault(members, _Calls(members))
+        calls = _COMMON.setdefault(members, _Calls(members))
         if _THREAD.ident is None:
             _THREAD.start()
         number = calls.add(call)
-        said["the calls before"] = calls.written(SENT)
+        said["the calls before"] = calls.written(SENT_LINES)
         keys = calls.met, f"{calls.key}/{number}"
         calls.met, known = keys[1], Known(calls, f"{call} of call {number}")
     if difference := _difference_between(members, call, {**said, **items()}, *keys, calls):
@@ -187,7 +189,7 @@ def _members(mesh: Mesh | None) -> tuple[int, ...]:
 def _compare_lines() -> None:
     """Compares the calls of the processes, until this one ends."""
     while not _OVER.wait(max(EVERY, _compat.run_of_processes().num_processes / 200)):
-        for calls in [*_CALLS.values()]:
+        for calls in [*_COMMON.values()]:
             # There is no difference to get, or no run; lost processes are the listener's affair.
             with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError):
                 calls.exchange(_compat.shared_store())
