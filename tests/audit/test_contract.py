@@ -102,6 +102,36 @@ def test_parameters_gathered_too_often():
     assert "or a gather inside a loop that does not need it there" in line
 
 
+def by_species(params, batch):
+    """NequIP has a matrix for each species of atoms."""
+    x = jnp.einsum("na,nab->nb", batch["x"], params["w"][batch["kind"]])
+    return jnp.mean((x + params["b"][batch["kind"]]) ** 2)
+
+
+def recurrent(params, batch):
+    """An RNN has a matrix for each gate, and a loop over time carries them all."""
+
+    def cell(h, x):
+        gates = jnp.einsum("nd,gde->gne", h, params["w"]) + params["b"][:, None]
+        return jnp.tanh(gates[0] + x) * gates[1:].sum(0), None
+
+    h, _ = jax.lax.scan(cell, batch["x"], jnp.stack([batch["x"]] * 3))
+    return jnp.mean(h**2)
+
+
+@pytest.mark.parametrize("stacked", [None, (), "."])
+@pytest.mark.parametrize("run", [by_species, recurrent])
+def test_what_no_loop_reads_layer_by_layer_counts_no_layers(run, stacked):
+    params = {"w": jnp.ones((5, 32, 32)), "b": jnp.ones((5, 32))}
+    make = lambda: TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    plan = zerojax.plan(make, stage=3, stacked=stacked)
+    assert {leaf.stacked for leaf in plan.params} == {stacked != ()}
+    batch = {"x": jnp.ones((16, 32)), "kind": jnp.arange(16) % 5}
+    step = zerojax.train_step(run)
+    report = zerojax.audit(step, plan.abstract(), zerojax.aot.batch(batch, plan))
+    assert report.findings() == [] and "params/w" in {one.serves for one in report.traffic}
+
+
 def test_layers_that_are_alike_share_a_finding():
     """Layers in a Python loop have weights of their own, and as many lines would hide the rest."""
     params = {"h": [jnp.zeros((64, 64))] * 3}
@@ -267,11 +297,11 @@ def test_fp32_gathers_where_bf16_was_meant():
         assert "precision=Precision(compute='bfloat16')" in line
 
 
-@pytest.mark.gpu_code
-def test_weights_kept_for_backward():
+@pytest.mark.parametrize("where", ["cpu", pytest.param("8xH100", marks=pytest.mark.gpu_code)])
+def test_weights_kept_for_backward(where):
     save = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)
     saving = functools.partial(loss, wrap=save)
-    report = audits.audited(audits.planned("8xH100", 3), saving, regather=False)
+    report = audits.audited(audits.planned(where, 3), saving, regather=False)
     line = broken(report, "gathered weights of params/layers/w are kept for backward")
     assert f"[{LAYERS},{DIM},{DIM}]" in line and "regather=True" in line
 

@@ -60,10 +60,10 @@ class PlanOptions(Options):
     min_shard_size: int = option(
         DEFAULT_MIN_SHARD_SIZE, "parameters with fewer elements stay replicated."
     )
-    stacked: str | None = option(
+    stacked: str | tuple[()] | None = option(
         None,
-        """a path regex for parameters whose first dimension counts layers; default, those whose
-        shapes suggest it.""",
+        """a path regex for parameters whose first dimension counts layers, or () if there are none;
+        default, those whose shapes suggest it.""",
     )
     pad: bool = option(
         True,

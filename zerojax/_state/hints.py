@@ -69,14 +69,16 @@ def axes_of_rules() -> set[str]:
 # -- stacks of layers
 
 
-def layer_dims(params: PyTree, pattern: str | None) -> dict[tuple, int]:
+def layer_dims(params: PyTree, pattern: str | tuple[()] | None) -> dict[tuple, int]:
     """Returns, by path, how many leading dimensions count layers.
 
     It is 1 for the stack of a `scan` over layers, 2 for loops within loops. The loss is not known
     yet, so only shapes can tell: a stack is a subtree of at least two leaves with the same leading
-    size, one of them at least a stacked matrix. If there is a `pattern`, it decides. A wrong guess
-    only moves the shard to the next dimension.
+    size, one of them at least a stacked matrix. If there is a `pattern`, it decides; () is that of
+    no leaf. A wrong guess only moves the shard to the next dimension.
     """
+    if isinstance(pattern, tuple) and not pattern:
+        return {}
     leaves = leaves_with_paths(params)
     if pattern is not None:
         finds(pattern, "", "stacked=")  # raises for a wrong pattern

@@ -162,7 +162,8 @@ def _gathers(report: Measurement, plan: Plan, leaves: Leaves) -> Iterator[str]:
         times[first, far] += gathered * one.trips * near / sum(map(_sent, alike))
         turns = one.trips / report.accumulate if len(alike) > 1 else 1
         trips[first] = leaf.shape[0] if leaf.stacked else max(trips[first], turns)
-        if leaf.stacked and leaf.rest.dim is not None and gathered >= _sent(leaf):
+        whole = leaf.stacked and leaf.rest.dim is not None and gathered >= _sent(leaf)
+        if whole and report.module.read_by_layers & {_sent(leaf), math.prod(leaf.shape)}:
             yield (
                 f"all-gather {one.name} gathers all {leaf.shape[0]} layers of {leaf.path} at "
                 f"once ({part} per device), outside of the loop over them. Scan over the stack "

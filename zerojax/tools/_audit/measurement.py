@@ -333,7 +333,7 @@ class Reading:
                 is_stack = len(leaves) > 1 or any(leaf.stacked for leaf in leaves)
                 shapes = [(leaf.padded_shape, leaf.shape) for leaf in leaves]
                 sizes = {sum(map(math.prod, each)) for each in zip(*shapes, strict=True)}
-                if is_stack and array.size in sizes:
+                if is_stack and array.size in sizes & self.module.read_by_layers:
                     yield common_path([leaf.path for leaf in leaves]), str(array)
 
     # -- memory

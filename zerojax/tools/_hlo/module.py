@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -340,6 +341,23 @@ class Module:
         if start is None or step.opcode != "add" or len(by) != 1:
             return None
         return max(0, -((start - end) // by[0]))
+
+    @functools.cached_property
+    def read_by_layers(self) -> set[int]:
+        """The sizes of the arrays of which a loop of JAX reads a slice along the first dimension in
+        each turn. XLA:GPU may make two turns one, and XLA:CPU makes a loop of a scatter."""
+        sizes, parts = set(), self.computations
+        loops = (one for part in parts.values() for one in part.values() if one.trip_count)
+        for loop in (one for one in loops if re.search("(^|/while)$", one.op_name)):
+            inside = parts[loop.body].values()
+            fused = (parts[one.called[0]].values() for one in inside if one.fuses)
+            for one in itertools.chain(inside, *fused):
+                dims = one.operands[0].arrays[0].dims if one.base == "dynamic-slice" else ()
+                slices = ",".join(map(str, (1, *dims[1:])))
+                turns = dims and loop.trip_count in (dims[0], dims[0] // 2)
+                if turns and one.attribute(r"dynamic_slice_sizes=\{([\d,]*)\}") == slices:
+                    sizes.add(math.prod(dims))
+        return sizes
 
     def results(self, computation: str) -> list[Instruction]:
         """Returns the instructions that make the root's value: a tuple's members, or the root."""

@@ -239,7 +239,7 @@ def _placed_like(
         else None,
         overrides={f"^{re.escape(path)}$": leaf.update.spec for leaf, path, _ in pairs},
         min_shard_size=0,
-        stacked=f"^({'|'.join(stacked)})$" if stacked else None,
+        stacked=f"^({'|'.join(stacked)})$" if stacked else (),
         precision=plan.precision,
         tx=tx,
     )
