@@ -84,9 +84,9 @@ def test_audit_fails_where_the_contract_or_a_limit_is_broken(run, told):
     assert "\nbroken: the peak is 1." in out and "above max_peak_bytes=1000 B" in out
     report = told("audit", STEP, "--min-overlap", "0.99", "--gpu", "H100", ends=NOT_OK)
     assert "below min_overlap=0.99" in report["findings"][0]
-    code, out, _ = run("audit", str(stored.HERE / "exchange-8xH100-jax0.12.hlo"))
-    assert code == NOT_OK and out.count("broken: ") == 2
-    assert "broken: all-to-all all_to_all" in out and "collective-permute" in out
+    code, out, _ = run("audit", str(stored.HERE / "combined-8xH100-jax0.12.hlo"))
+    assert code == NOT_OK and out.count("broken: ") == 1
+    assert "broken: all-reduce all-reduce.3 sums f32[262656], 1.0 MiB" in out
 
 
 def test_audit_plots(run, tmp_path, monkeypatch):

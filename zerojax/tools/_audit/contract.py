@@ -6,6 +6,7 @@ remedy.
 
 import collections
 import math
+import re
 from collections.abc import Iterator
 
 from zerojax._features import rows as _rows
@@ -31,6 +32,11 @@ FEW_WAITING = 8  # arrays, such as embeddings and heads
 ANY_COPY = 2**20  # smaller copies to or from the host are ignored
 MOST_COPIED = 1.01  # times the plan's bytes
 OPTIMIZER_SCOPE = "optimizer"  # full-matrix optimizers may send what they need
+# The all-to-alls of gradients: as codes, and rows of a table.
+REDUCING = re.compile(rf"{_codecs.MESSAGES_SCOPE}|transpose\(.*{_rows.ROWS_SCOPE}")
+# The scopes of what a loss asks for itself, as sequence parallelism does. XLA names the collectives
+# that it adds after what needs them. Of psums, which reduce gradients too, those within `jax.grad`.
+WRITTEN = re.compile(r"/(ragged_)?all_to_all\b|/ppermute\b|\bjvp\(.*/psum")
 
 UNNAMED = (
     "no argument of the program is named after a parameter of the plan, so its contract cannot be "
@@ -75,7 +81,7 @@ def _exchanges(report: Measurement) -> Iterator[str]:
     for one in _of_kinds(report, "all-to-all", "ragged-all-to-all", "collective-permute"):
         # XLA:TPU pads reduce-scatters to tiles, and moves what it has padded by permutes.
         is_padding = report.backend == "tpu" and one.kind == "collective-permute" and not one.scope
-        known = is_padding or _is_known(one)
+        known = is_padding or WRITTEN.search(one.scope)
         if one.wire_bytes > FEW_BYTES and _is_ours(one, report.plan) and not known:
             yield (
                 f"{one.kind} {one.name} moves {human_bytes(one.total_bytes)} ({one.serves}): no "
@@ -100,6 +106,8 @@ def _all_reduces(report: Measurement, leaves: Leaves) -> Iterator[str]:
             whole[one.name, remedy].append(leaf.path)
         elif plan and not leaves and part.paths:
             continue  # stage 0; XLA may join gradients
+        elif not part.paths and WRITTEN.search(one.scope):
+            continue
         elif part.nbytes > _most_reduced(part, plan):
             yield (
                 f"all-reduce {one.name} sums {part}, {human_bytes(part.nbytes)} ({one.serves}): "
@@ -112,7 +120,7 @@ def _all_reduces(report: Measurement, leaves: Leaves) -> Iterator[str]:
 
 
 def _reduced(report: Measurement, leaves: Leaves) -> Iterator[str]:
-    reducing = [t for t in report.traffic if t.kind in ARITHMETIC or _is_known(t, "transpose(")]
+    reducing = [t for t in report.traffic if t.kind in ARITHMETIC or REDUCING.search(t.scope)]
     reaches = any(path in leaves for one in reducing for path in one.paths)
     if leaves and not reaches and all(one.wire_bytes <= FEW_BYTES for one in reducing):
         yield (
@@ -354,12 +362,6 @@ def _is_ours(one: Sent, plan: Plan | None) -> bool:
 def _is_within(one: Sent, axes: Axes) -> bool:
     """Whether a collective spans some of these axes, and no others."""
     return one.axes is not None and set(one.axes) <= set(axes)
-
-
-def _is_known(one: Sent, within: str = "") -> bool:
-    """Whether a collective moves quantized gradients; or rows of a table, in this scope."""
-    is_of_rows = _rows.ROWS_SCOPE in one.scope and within in one.scope
-    return _codecs.MESSAGES_SCOPE in one.scope or is_of_rows
 
 
 def _leaves_of(part: Array, leaves: Leaves) -> list[LeafPlan]:
