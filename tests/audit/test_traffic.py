@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 import re
 
@@ -9,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests import audits, steps
@@ -137,6 +140,22 @@ def test_a_batch_and_its_statistics_are_neither_weights_nor_gradients():
     whole = tree_bytes(steps.model_and_state("convnet")[0].params)
     assert memory.gathered <= 2 * whole and memory.gradients <= 2 * whole
     assert memory.activations > 4 * whole
+
+
+def test_activations_reduced_over_a_tensor_axis_are_no_gradients():
+    layers = [{"up": jnp.ones((32, 64)), "down": jnp.ones((64, 32))} for _ in range(4)]
+    specs = {"up": P("data", "tensor"), "down": P("tensor", "data")}
+    make = lambda: TrainState.create(apply_fn=None, params=layers, tx=optax.sgd(0.1))
+    plan = zerojax.plan(make, mesh=zerojax.mesh(data=4, tensor=2), overrides=specs)
+
+    def loss(layers, x):
+        layer = jax.checkpoint(lambda x, p: x + jnp.tanh(x @ p["up"]) @ p["down"])
+        return jnp.mean(functools.reduce(layer, layers, x) ** 2)
+
+    x = zerojax.aot.batch(jnp.ones((4096, 32)), plan)
+    memory = zerojax.audit(zerojax.train_step(loss), plan.abstract(), x).memory
+    assert 0 < memory.gradients <= tree_bytes(layers) / 2  # of the two parts, the device's own
+    assert memory.activations > tree_bytes(layers)
 
 
 def test_memory_is_printed_in_units():

@@ -16,7 +16,7 @@ from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._table import human_bytes, in_runs
 from zerojax._wire import codecs as _codecs
-from zerojax.tools._audit.measurement import Measurement
+from zerojax.tools._audit.measurement import Measurement, is_ours
 from zerojax.tools._hlo import flow as _flow
 from zerojax.tools._hlo.flow import ARITHMETIC
 from zerojax.tools._hlo.module import Array
@@ -353,10 +353,8 @@ def _arrays(report: Measurement, kind: str) -> Iterator[tuple[Sent, Array]]:
 
 
 def _is_ours(one: Sent, plan: Plan | None) -> bool:
-    """Whether a collective spans ZeRO's axes; those over other axes are the user's own."""
-    if OPTIMIZER_SCOPE in one.scope.split("/"):
-        return False
-    return plan is None or one.axes is None or bool(set(one.axes) & set(plan.batch_axes))
+    """Whether a stage answers for a collective."""
+    return OPTIMIZER_SCOPE not in one.scope.split("/") and is_ours(one, plan)
 
 
 def _is_within(one: Sent, axes: Axes) -> bool:

@@ -240,6 +240,8 @@ class Reading:
 
     def __init__(self, module: Module, plan: Plan | None, collectives: list[Sent]) -> None:
         self.module, self.plan = module, plan
+        if plan is not None:
+            collectives = [dataclasses.replace(x, axes=_axes(x.members, plan)) for x in collectives]
         self.collectives = collectives
         self.leaves = {leaf.path: leaf for leaf in plan.leaves} if plan else {}
         self.paths = [parameter_path(parameter) for parameter in module.parameters]
@@ -249,6 +251,8 @@ class Reading:
             kinds = {path: kind for path, kind in firsts.items() if kind in STATE_KINDS[:2]}
         self.kinds = [kinds.get(path, "batch") for path in self.paths]
         self.lineage = _flow.Lineage(module, through=_codecs.ENCODING)
+        reducing = [one for one in collectives if one.kind in ARITHMETIC and is_ours(one, plan)]
+        self.reducing = {(one.kind, one.name): one.instruction.operands for one in reducing}
 
     @functools.cached_property
     def served(self) -> dict[tuple[str, int], list[str]]:
@@ -275,7 +279,6 @@ class Reading:
                 one,
                 parts=tuple(self._parts(one)),
                 stands_for=self._stands_for(one),
-                axes=one.axes if self.plan is None else _axes(one.members, self.plan),
                 source=self.module.source(one.instruction, OURS),
             )
             for one in self.collectives
@@ -357,7 +360,10 @@ class Reading:
         if self.plan is not None:
             # All gradients whole, before and after they are reduced. What depends on reduced
             # statistics, as of a batch norm, is followed like a gradient, and may be far larger.
-            sizes = (math.prod(x.shape) * max(x.dtype.itemsize, 4) for x in self.plan.params)
+            sizes = (
+                x.bytes_at(x.update.over(()), self.plan.mesh) * max(1, 4 // x.dtype.itemsize)
+                for x in self.plan.params
+            )
             gradients = min(gradients, 2 * sum(sizes))
         on_host = int(sum(one.nbytes - one.device_bytes for one in parameters))
         host_donated = int(sum(one.nbytes - one.device_bytes for one in reused))
@@ -395,8 +401,7 @@ class Reading:
 
     def _temporary(self) -> Counter[str]:
         """Counts the bytes of the buffers alive at the schedule's peak, by use."""
-        reducing = [one.instruction for one in self.collectives if one.kind in ARITHMETIC]
-        operands = [(operand, 0) for one in reducing for operand in one.operands]
+        operands = [(operand, 0) for each in self.reducing.values() for operand in each]
         # Microbatches sum their gradients before these are reduced: the sums and their summands are
         # gradients too.
         reduced = _flow.summed_in(self.module, operands)
@@ -410,10 +415,15 @@ class Reading:
         labels: set[Origin] = set()
         for instruction, at in holders:
             labels.update(*self.lineage.values.get(instruction, [])[at : at + 1])
-        if not reduced.isdisjoint(holders) or any(kind in ARITHMETIC for kind, _, _ in labels):
+        if not reduced.isdisjoint(holders) or any(label[:2] in self.reducing for label in labels):
             return "gradients"
         kinds = {self.kinds[number] for number in _arguments(labels)}
         return "gathered" if _state.PARAMS in kinds else "activations"  # a batch is copied, too
+
+
+def is_ours(one: Sent, plan: Plan | None) -> bool:
+    """Whether a collective spans ZeRO's axes; over other axes, a loss sums activations."""
+    return plan is None or one.axes is None or bool({*one.axes} & {*plan.batch_axes})
 
 
 def _arguments(labels: Iterable[Origin]) -> list[int]:
