@@ -146,6 +146,12 @@ def scope_of(eqn: JaxprEqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
+def lines_of(eqn: JaxprEqn) -> Iterator[str]:
+    """Yields 'file.py:12' for each call that made an equation, the innermost first."""
+    traceback = eqn.source_info.traceback
+    yield from (f"{at.file_name}:{at.line_num}" for at in (traceback.frames if traceback else ()))
+
+
 def make_jaxpr(
     eqns: Sequence[JaxprEqn], invars: Sequence[Var], outvars: Sequence[Var | Literal]
 ) -> Jaxpr:

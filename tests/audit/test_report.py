@@ -4,7 +4,10 @@ import dataclasses
 import json
 import sys
 
+import jax.numpy as jnp
+import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import zerojax
 from tests import steps
@@ -56,6 +59,33 @@ def test_matmuls_in_float32_beside_narrower_ones_are_named_by_their_line():
         assert found == "34% of FLOPs in float32, most at jit(f)/big"
     alone = MATMULS.replace("bf16", "f32")
     assert zerojax.audit(alone).matmuls == ("float32",) and not zerojax.audit(alone).wide_matmuls
+
+
+def mixed(params, x):
+    h = jnp.tanh(x @ params["w"])
+    h = h * jnp.ones(64, jnp.float32)  # makes all that follows float32
+    return jnp.mean((h @ params["v"]).astype(jnp.float32) ** 2)  # of five matmuls, three are
+
+
+@pytest.mark.parametrize(
+    "stored, precision, share",
+    [
+        ("float32", zerojax.Precision(compute="bfloat16"), "60%"),
+        ("bfloat16", None, "100%"),  # the batch is float32
+        ("float32", None, ""),
+    ],
+)
+def test_matmuls_in_float32_where_narrower_ones_were_asked_for(stored, precision, share):
+    params = dict.fromkeys("vw", jnp.ones((64, 64), stored))
+    make = lambda: TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    plan = zerojax.plan(make, stage=3, precision=precision)
+    x = zerojax.aot.batch(jnp.ones((64, 64)), plan)
+    report = zerojax.audit(zerojax.train_step(mixed), plan.abstract(), x)
+    where = f"most at test_report.py:{mixed.__code__.co_firstlineno + 3}"
+    wanted = f"{share} of FLOPs in float32, not the bfloat16 asked for, {where}" if share else ""
+    assert report.wide_matmuls == wanted and (wanted in str(report)) and not report.findings()
+    compiled = zerojax.audit(MATMULS.replace("bf16", "f32"), plan=plan).wide_matmuls
+    assert compiled.startswith("100% of FLOPs in float32, not the bf") == bool(share)
 
 
 def test_it_prints_as_a_table_and_turns_into_json():

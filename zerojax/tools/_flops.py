@@ -1,5 +1,6 @@
 """The matmuls of a jaxpr: their FLOPs and dtypes."""
 
+import itertools
 import math
 
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -9,19 +10,24 @@ from zerojax._kernel.jaxprs import type_of
 
 
 def jaxpr_flops(jaxpr: Jaxpr) -> float:
-    """Counts the FLOPs of matmuls: a `while` once, and a `cond`'s most expensive branch."""
-    return sum(_flops(eqn) for eqn in jaxpr.eqns)
+    """Counts the FLOPs of matmuls."""
+    return sum(flops for _, flops in matmuls(jaxpr))
 
 
-def matmul_dtypes(jaxpr: Jaxpr) -> set[str]:
-    """Returns the dtypes of the operands of matmuls, at any depth."""
-    found: set[str] = set()
+def matmuls(jaxpr: Jaxpr, times: float = 1.0) -> list[tuple[JaxprEqn, float]]:
+    """Returns the matmuls at any depth, with their FLOPs: those of a `while` once, and those of a
+    `cond`'s most expensive branch."""
+    every = []
     for eqn in jaxpr.eqns:
-        if inner := _compat.inner_jaxprs(eqn):
-            found.update(*map(matmul_dtypes, inner))
-        elif _flops(eqn):
-            found.add(type_of(eqn.invars[0]).dtype.name)
-    return found
+        if flops := _flops(eqn):
+            every.append((eqn, times * flops))
+            continue
+        turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        inner = [matmuls(each, times * turns) for each in _compat.inner_jaxprs(eqn)]
+        if eqn.primitive.name == "cond":
+            inner = [max(inner, key=lambda branch: sum(flops for _, flops in branch))]
+        every += itertools.chain(*inner)
+    return every
 
 
 def _flops(eqn: JaxprEqn) -> float:
@@ -38,7 +44,4 @@ def _flops(eqn: JaxprEqn) -> float:
         query, key = type_of(eqn.invars[0]), type_of(eqn.invars[1])
         keys = key.shape[_compat.sequence_dim(eqn)]
         return 4.0 * query.size * keys
-    inner = [jaxpr_flops(jaxpr) for jaxpr in _compat.inner_jaxprs(eqn)]
-    if name == "cond":
-        return max(inner, default=0.0)
-    return sum(inner) * (eqn.params["length"] if name == "scan" else 1)
+    return 0.0

@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.stages import Compiled
 
 from zerojax import _compat
+from zerojax._kernel.jaxprs import type_of
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.precision import is_float
 from zerojax._state import carried as _carried
+from zerojax._step.step import Recipe
 from zerojax._types import Device, PyTree
 from zerojax.tools import _flops
-from zerojax.tools._audit.measurement import BF16, Reading
+from zerojax.tools._audit.measurement import BF16, OURS, Flops, Reading
 from zerojax.tools._audit.report import Report
 from zerojax.tools._hlo import gpus as _gpus, schedule as _schedule
 from zerojax.tools._hlo.gpus import Gpu
@@ -102,6 +106,7 @@ def audit(
         layers=tuple(layers),
         backend=backend,
         written=written(step, args, device),
+        asked=_asked(plan, recipe),
     )
 
 
@@ -181,10 +186,27 @@ def compiled(lowered: jax.stages.Lowered) -> tuple[Compiled, list[str]]:
     return program, _compat.rematerializations(log.splitlines())
 
 
-def written(step: Any, args: Sequence[PyTree], device: Device | None) -> tuple[str, ...]:
-    """Returns the dtypes of a step's matmuls before it is compiled, where its GPU has no bfloat16:
+def written(step: Any, args: Sequence[PyTree], device: Device | None) -> Flops:
+    """Counts the FLOPs of a step's matmuls before it is compiled, where a device has no bfloat16:
     XLA computes that in float32, and the compiled program does not tell."""
     gpu = _gpus.of_device_kind(device.device_kind) if device else None
-    if gpu is None or gpu.half == BF16 or not hasattr(step, "trace"):
-        return getattr(step, "written", ())
-    return tuple(sorted(_flops.matmul_dtypes(step.trace(*args).jaxpr.jaxpr)))
+    flops: Flops = getattr(step, "written", None) or Flops()
+    if (gpu and gpu.half == BF16) or not hasattr(step, "trace"):
+        return flops
+    for eqn, count in _flops.matmuls(step.trace(*args).jaxpr.jaxpr):
+        dtypes = [type_of(operand).dtype for operand in eqn.invars[:2]]
+        lines = (line for line in _compat.lines_of(eqn) if not OURS.search(line))
+        place = next(lines, None) or _compat.scope_of(eqn)
+        flops[max(dtypes, key=lambda dtype: dtype.itemsize).name, place] += int(count)
+    return flops
+
+
+def _asked(plan: Plan | None, recipe: Recipe | None) -> str:
+    """Returns the narrow dtype that a step is to compute in, if it is: that of its precision, or of
+    its largest parameter."""
+    floats = [leaf for leaf in plan.params if is_float(leaf)] if plan else []
+    if plan is None or not floats:
+        return ""
+    precision = (recipe and recipe.options.precision) or plan.precision
+    dtype = (precision and precision.compute) or max(floats, key=lambda leaf: leaf.nbytes).dtype
+    return jnp.dtype(dtype).name if jnp.finfo(dtype).bits < 32 else ""

@@ -37,6 +37,7 @@ OURS = re.compile(
 )
 BF16, FLOAT32 = "bfloat16", "float32"
 IN_JAX = {"bf16": BF16, "f16": "float16", "f32": FLOAT32, IN_FULL: FLOAT32}  # XLA's, as JAX's
+Flops = Counter[tuple[str, str]]  # of matmuls, by dtype and place in the user's code
 STATE_KINDS = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
 
 
@@ -126,7 +127,8 @@ class Measurement:
     warnings: tuple[str, ...]
     layers: tuple[str, ...]  # what became of layers in Python loops
     backend: str
-    written: tuple[str, ...]  # the program's dtypes of matmuls, where the GPU lacks one
+    written: Flops  # before it was compiled, where the device has no bfloat16
+    asked: str  # the dtype that it is to compute in, if that has fewer than 32 bits
 
     @property
     def unread(self) -> str:
@@ -160,33 +162,45 @@ class Measurement:
         on_cpu = self.gpu is not None and self.backend == "cpu"
         return "compiled for CPUs, where no collective runs beside compute" if on_cpu else ""
 
+    @functools.cached_property
+    def _flops(self) -> Flops:
+        """The FLOPs of matmuls by dtype and place. XLA:CPU computes in float32 what is written in
+        bfloat16, so there they are those of the program as it was written."""
+        if self.backend != "gpu" and self.written:
+            return self.written
+        flops = Flops()
+        for instruction, dtype, count in () if self.module.unread else self.replay.matmuls:
+            place = self.module.source(instruction, OURS) or instruction.op_name
+            flops[IN_JAX.get(dtype, dtype), place] += int(count)
+        return flops
+
     @property
     def matmuls(self) -> tuple[str, ...]:
         """The dtypes of matmuls, without those of few FLOPs."""
-        flops = {} if self.module.unread else self.replay.flops_by_dtype
-        most = max(flops.values(), default=0)
-        many = {IN_JAX.get(dtype, dtype) for dtype, count in flops.items() if count > most * FEW}
-        return tuple(sorted(many))
+        flops: Counter[str] = Counter()
+        for (dtype, _), count in self._flops.items():
+            flops[dtype] += count
+        return tuple(sorted(x for x in flops if flops[x] > FEW * max(flops.values())))
 
     @property
     def wide_matmuls(self) -> str:
-        """The share of FLOPs in float32 beside narrower matmuls, and the line with most of them."""
-        if len(self.matmuls) < 2 or FLOAT32 not in self.matmuls:
+        """The share of FLOPs in float32 beside narrower matmuls, or where narrower ones were asked
+        for, and the line with most of them."""
+        is_meant = len(self.matmuls) < 2 and not self.asked
+        if FLOAT32 not in self.matmuls or is_meant or self.lacks:
             return ""
-        places: Counter[str] = Counter()
-        for instruction, dtype, flops in self.replay.matmuls:
-            if IN_JAX.get(dtype) == FLOAT32:
-                source = self.module.source(instruction, OURS)
-                place = place_of(source, instruction.op_name)
-                places[place.rsplit("/", 1)[-1] if source else place] += flops
-        ((most, _),) = places.most_common(1)
-        share = places.total() / self.replay.flops
-        return f"{share:.0%} of FLOPs in float32, most at {shortened([most], LONGEST_NAME)[0]}"
+        places = Flops({at: count for at, count in self._flops.items() if at[0] == FLOAT32})
+        share, (((_, place), _),) = places.total() / self._flops.total(), places.most_common(1)
+        if re.search(r":\d+$", place):
+            place = place_of(place, "").rsplit("/", 1)[-1]
+        what = f"in float32, not the {self.asked} asked for," if self.asked else "in float32,"
+        return f"{share:.0%} of FLOPs {what} most at {shortened([place], LONGEST_NAME)[0]}"
 
     @property
     def lacks(self) -> str:
         """What runs in the place of bfloat16 where the GPU has none, and what to ask for."""
-        if not self.gpu or BF16 not in self.written or BF16 in self.matmuls or not self.matmuls:
+        is_written = any(dtype == BF16 for dtype, _ in self.written)
+        if not self.gpu or not is_written or BF16 in self.matmuls or not self.matmuls:
             return ""
         return (
             f"You ask for {BF16}, which a {self.gpu.name} does not have: your matmuls run in "

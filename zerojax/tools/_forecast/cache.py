@@ -26,6 +26,7 @@ from zerojax._step.step import Step
 from zerojax._step.step_options import Recipe
 from zerojax._types import PyTree
 from zerojax.tools._audit import audit as _audit
+from zerojax.tools._audit.measurement import Flops
 from zerojax.tools._hlo import gpus as _known
 
 SUFFIX = ".zerojax"
@@ -46,7 +47,7 @@ class KeptProgram:
     sizes: Mapping[str, int]
     warnings: list[str]
     recipe: Recipe | None = None
-    written: tuple[str, ...] = ()
+    written: Flops = dataclasses.field(default_factory=Flops)
 
     def as_text(self) -> str:
         return self.text
