@@ -84,12 +84,24 @@ def summed(params, x):
     return squares(params, x).sum()
 
 
-def policy(params, batch, mean=jnp.mean):
+def policy(params, batch, mean=jnp.mean, unbiased=False):
     """PPO's loss, of an advantage that is normalised here, and of values."""
     ratio, gain = jnp.exp((batch["x"] @ params["w"]).mean(-1)), batch["gain"] - mean(batch["gain"])
-    gain /= jnp.sqrt(mean(gain**2)) + 1e-8
+    gain /= (gain.std(ddof=1) if unbiased else jnp.sqrt(mean(gain**2))) + 1e-8
     gains = jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain)
     return ((batch["x"].sum(-1) - batch["values"]) ** 2).mean() - gains.mean()
+
+
+def with_entropy(params, batch, mean=jnp.mean):
+    """Brax's PPO estimates an entropy from a key that the step does not see, which may weigh 0."""
+    drawn = jax.random.normal(jax.random.key(7), batch["gain"].shape)
+    return policy(params, batch, mean) + 0.0 * (batch["x"][:, 0] * drawn).mean()
+
+
+def of_rows(loss):
+    """A loss of rows that are normalised each by itself, as by LayerNorm."""
+    norm = lambda x: (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True)
+    return lambda params, batch: loss(params, batch | {"x": norm(batch["x"])})
 
 
 GAINS = {"x": X, "values": X[:, 1], "gain": np.cumsum(X[:, 0]), "unread": X[:, 2]}
@@ -109,6 +121,23 @@ NONE_LATER = {"x": X, "mask": np.arange(ROWS) < 13}
         (contrastive, PAIRS, r"compares the examples.*all_gather\(x, 'data', tiled=True\)"),
         (adapted, X, r"takes a gradient itself.*jax.lax.pmean\(jax.grad\(...\)\(...\), 'data'\)"),
         (policy, GAINS, r"normalises batch leaf gain by its mean and deviation.* before the step"),
+        (
+            functools.partial(policy, unbiased=True),
+            GAINS,
+            r"^(?s:.)*\* The loss normalises batch leaf gain by its mean and deviation",
+        ),
+        (
+            with_entropy,
+            GAINS,
+            r"key that the step does not see.* If that is not the cause: The loss normalises batch "
+            r"leaf gain by.*zerojax\.mean\(x\)",
+        ),
+        (
+            of_rows(masked_loss),
+            MASKED,
+            r"Most likely a masked mean: use zerojax.*with zerojax.mean;",
+        ),
+        (of_rows(contrastive), PAIRS, r"compares the examples.*all_gather\(x, 'data', tiled"),
     ],
 )
 def test_losses_that_mean_something_else_on_a_part_are_named(loss, batch, message):
@@ -126,6 +155,7 @@ def test_losses_that_mean_something_else_on_a_part_are_named(loss, batch, messag
     [
         (adapted, X, {"average": lambda grad: lax.pmean(grad, "data")}),
         (policy, GAINS, {"mean": zerojax.mean}),
+        (with_entropy, GAINS, {"mean": zerojax.mean}),
         (
             contrastive,
             PAIRS,
@@ -167,7 +197,7 @@ def test_batchnorm_is_named_and_its_remedy_passes():
     report, beside = of_batchnorm(), of_batchnorm(jax.random.key(3))
     for found in (report, beside):
         assert [c.path for c in found.wrong] == WHOLE, str(found)
-        assert "Most likely BatchNorm: give it axis_name='data'. Else" in found.causes[0]
+        assert "Most likely BatchNorm: give it axis_name='data', or ('bat" in found.causes[0]
     assert {"batch_stats/mean", "aux/out"} <= {c.path for c in report.checks}
     assert of_batchnorm(axis_name="data").ok
 
@@ -175,12 +205,42 @@ def test_batchnorm_is_named_and_its_remedy_passes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "Most likely BatchNorm: give it axis_name='data', with accumulate=1. Else"),
+        ({}, "in a jax.vmap whose axis is 'batch', with accumulate=1. Else"),
         ({"axis_name": "data"}, "as BatchNorm does: with accumulate=1 it is the same"),
     ],
 )
 def test_batchnorm_is_named_where_a_step_accumulates(options, message):
     assert message in of_batchnorm(accumulate=2, **options).causes[0]
+
+
+def of_one_row(params, x, batch_stats, axis_name):
+    """A model of one row, as in Equinox; its layers see the others by an axis."""
+
+    def model(row):
+        h = row @ params["w"]
+        center = lax.pmean(h, axis_name)
+        h = (h - center) * lax.rsqrt(lax.pmean((h - center) ** 2, axis_name) + 1e-5)
+        return h, 0.9 * batch_stats["mean"] + 0.1 * center
+
+    h, mean = jax.vmap(model, axis_name="batch")(x)
+    return (jax.nn.relu(h) ** 2).mean(), {"batch_stats": {"mean": mean[0]}}
+
+
+def test_batchnorm_in_a_vmap_is_named_with_both_axes():
+    """The first layer normalises the batch as well, whatever its scale."""
+    of = lambda axis: verified(
+        functools.partial(of_one_row, axis_name=axis),
+        np.exp(X),
+        state=placed(fields=STATS),
+        made={"mutable": ("batch_stats",)},
+    )
+    report = of("batch")
+    assert [c.path for c in report.wrong] == WHOLE, str(report)
+    says = (
+        "Most likely BatchNorm: give it axis_name='data', or ('batch', 'data') in a jax.vmap whose"
+    )
+    assert says in report.causes[0], report.causes[0]
+    assert of(("batch", "data")).ok
 
 
 def from_the_state(params, x, batch_stats):

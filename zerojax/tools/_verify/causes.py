@@ -20,6 +20,11 @@ from zerojax.tools._verify.reference import Comparison, Reference, Replayed
 OF_STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
 LOSS, GRADIENTS = "loss", "gradients"
 NAMED = 3  # leaves that a sentence names before it counts the rest
+UNSEEN_KEY = (  # of a TrainState, and of nnx
+    "Pass the key to the step, step(state, batch, rng), which folds it for each part",
+    "Draw from a nnx.Rngs that the model holds, or pass one to the step, "
+    "step(model, optimizer, batch, rngs): its keys are folded for each part",
+)
 ON_SHARDS = (
     "Optimizers need full arrays: run the update outside of shard_map, on sharded arrays, where "
     "norms, clipping and factored moments see all of them."
@@ -162,7 +167,7 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
     if len(finite) < ways and np.isfinite(whole):
         return (
             f"The loss of {ways - len(finite)} of {ways} parts is not finite: a mean over no true "
-            "element. Use zerojax.mean(values, where=mask)."
+            "element, or a deviation of too few rows. Use zerojax.mean(values, where=mask)."
         )
     if ways > 1 and close(ways * parts.loss, whole):
         return (
@@ -178,18 +183,6 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             f"The loss means something else on a microbatch than on the whole batch{norm}: with "
             f"accumulate=1 it is the same. Use that, {accept}."
         )
-    if _reference.has_keys_of_its_own(parts.jaxpr):
-        remedy = "Pass the key to the step, step(state, batch, rng), which folds it for each part"
-        if hasattr(reference.state, "with_streams"):
-            remedy = (
-                "Draw from a nnx.Rngs that the model holds, or pass one to the step, "
-                "step(model, optimizer, batch, rngs): its keys are folded for each part"
-            )
-        return (
-            "The loss draws random numbers from a key that the step does not see, one in the state "
-            "or made in the loss: every part of the batch gets the same ones. "
-            f"{remedy}, {accept}."
-        )
     for what, roles in _other_splits(reference):
         try:
             _batch.check(reference.args, roles, ways)
@@ -200,16 +193,28 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             continue
         if close(loss, whole):
             return f"{what} Say so, batch_specs={_specs_text(reference, roles)}, {accept}."
+    has_statistics = _has_statistics(reference, parts)  # of a BatchNorm, whose remedy is another
+    normalised = None if has_statistics else _normalised(reference, whole, tolerance)
+    likely = normalised or _weighed(reference, parts, has_statistics)
+    likely = f"{likely}; {accept.removeprefix('or ')} where it is meant."
+    if _reference.has_keys_of_its_own(parts.jaxpr):
+        remedy = UNSEEN_KEY[hasattr(reference.state, "with_streams")]
+        return (
+            "The loss draws random numbers from a key that the step does not see, one in the state "
+            "or made in the loss: every part of the batch gets the same ones. "
+            f"{remedy}, {accept}. If that is not the cause: {likely}"
+        )
     first = int(finite[0]) if len(finite) else 0
-    if not close(replay(reference.in_one, reference.repeated(first)).loss, parts.losses[first]):
+    if not normalised and not close(
+        replay(reference.in_one, reference.repeated(first)).loss, parts.losses[first]
+    ):
         return (
             "The loss compares the examples of a batch with one another, as in-batch negatives do: "
             f"one part, repeated {ways} times, has another loss than the part. Gather the "
             f"other devices' examples in the loss, jax.lax.all_gather(x, {axis}, tiled=True), "
             f"{accept}."
         )
-    likely = _normalised(reference, whole, tolerance) or _weighed(reference, parts)
-    return f"{likely}; {accept.removeprefix('or ')} where it is meant."
+    return likely
 
 
 def _specs_text(reference: Reference, roles: Sequence[_batch.Role]) -> str:
@@ -221,7 +226,8 @@ def _specs_text(reference: Reference, roles: Sequence[_batch.Role]) -> str:
 def _normalised(reference: Reference, whole: float, tolerance: float) -> str | None:
     """Names a batch leaf that the loss normalises by its own mean and deviation, as PPO does.
 
-    Scaling and shifting it does not change the loss, and reordering it does.
+    Scaling and shifting it does not change the loss, and doing so with some rows does: a norm of
+    each row, such as LayerNorm, would hide that as well.
     """
 
     def is_whole(change: Callable[[jax.Array], jax.Array], at: int) -> bool:
@@ -235,7 +241,9 @@ def _normalised(reference: Reference, whole: float, tolerance: float) -> str | N
         role, is_float = reference.roles[i], jnp.issubdtype(values[i].dtype, jnp.floating)
         if role.kind != _batch.BATCH or not is_float or not is_whole(lambda x: 2 * x + 1, i):
             continue
-        if not is_whole(functools.partial(jnp.flip, axis=role.dim), i):
+        shape = [-1 if dim == role.dim else 1 for dim in range(values[i].ndim)]
+        factors = (1.0 + jnp.arange(values[i].shape[role.dim]) % 2).reshape(shape)
+        if not is_whole(lambda x, by=factors: x * by.astype(x.dtype), i):
             return (
                 f"The loss normalises {_refusals.where('batch', leaf)} by its mean and deviation, "
                 "which differ in a part of the batch. Normalise it before the step, over the "
@@ -251,11 +259,12 @@ def _has_statistics(reference: Reference, parts: Replayed) -> bool:
     return any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in fields)
 
 
-def _weighed(reference: Reference, parts: Replayed) -> str:
+def _weighed(reference: Reference, parts: Replayed, has_statistics: bool) -> str:
     once = ", with accumulate=1" if reference.microbatches > 1 else ""
-    norm = f"BatchNorm: give it axis_name={reference.axis_name}{once}"
+    in_vmap = f"{('batch', *reference.plan.batch_axes)} in a jax.vmap whose axis is 'batch'"
+    norm = f"BatchNorm: give it axis_name={reference.axis_name}, or {in_vmap}{once}"
     mask = "a masked mean: use zerojax.mean(values, where=mask)"
-    likely, other = (norm, mask) if _has_statistics(reference, parts) else (mask, norm)
+    likely, other = (norm, mask) if has_statistics else (mask, norm)
     if _mean.takes_gradients(parts.jaxpr):
         return (
             "The loss takes a gradient itself (jax.grad), on each device that of its own part of "
@@ -265,7 +274,7 @@ def _weighed(reference: Reference, parts: Replayed) -> str:
         )
     return (
         "Examples weigh or are normalised differently in a part than in the whole batch. Most "
-        f"likely {likely}. Else {other}"
+        f"likely {likely}. Else {other}. Or a deviation: take it with zerojax.mean"
     )
 
 
