@@ -105,6 +105,25 @@ def test_padding_and_layers_in_a_python_loop(large_mesh):
     assert named == {f"{tree}/layer_5/w" for tree in ("params", "opt_state/0/mu", "opt_state/0/nu")}
 
 
+def test_scales_of_a_small_model_that_is_too_narrow_to_share_them(large_mesh):
+    """The numbers are right: only the widths of the small model differ."""
+    plan = zerojax.plan(
+        make(25600, 2),
+        mesh=large_mesh,
+        axis=("node", "gpu"),
+        precision=zerojax.Precision(moments="int8"),
+        min_shard_size=1,
+    )
+    scales = {leaf.path: leaf.dim for leaf in plan.leaves if "scales" in leaf.path}
+    assert scales["opt_state/scales/0/mu/embed"] == 1
+    for width in (32, 512):
+        result = zerojax.verify(zerojax.train_step(loss), make(width, 2), BATCH, plan=plan)
+        assert result.ok, str(result)
+        notes = [note for note in result.notes if "opt_state/scales/0/mu/embed" in note]
+        assert len(notes) == (width == 32) and all("8 devices share" in note for note in notes)
+        assert all("of widths that 512 divides" in note for note in notes)
+
+
 def test_refusals(large_mesh):
     plan = zerojax.plan(make(), mesh=large_mesh, axis=("node", "gpu"))
     with pytest.raises(ValueError, match=r"25 examples.*zerojax\.pad_batch\(batch\), with"):

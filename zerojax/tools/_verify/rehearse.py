@@ -23,7 +23,9 @@ from zerojax._kernel.places import Axes, LeafPlan, axes_size
 from zerojax._kernel.travel import names_in
 from zerojax._loss import batch as _batch
 from zerojax._plan import planner as _planner
+from zerojax._plan.encodings import NEIGHBOURS
 from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.roles import SCALES, roles_of
 from zerojax._progress import working
 from zerojax._state import state as _state
 from zerojax._state.state import state_of
@@ -101,31 +103,39 @@ class Counterparts:
 
     def compared(self, small: Plan) -> tuple[list[Check], list[str]]:
         """Returns a check for each leaf that is placed otherwise, and notes."""
-        checks, padded = [], []
-        for leaf in small.leaves:
-            large = self.leaves.get(leaf.path)
-            if large is None:
-                checks.append(_wrong(leaf.path, IN_PLAN, "the plan has no such leaf"))
-                continue
-            for what in _unlike(large, leaf):
-                checks.append(_wrong(leaf.path, IN_PLAN, what))
-            if large.update.dim is not None and bool(large.update.padding) != bool(
-                leaf.update.padding
-            ):
-                where = "there and not here" if large.update.padding else "here and not there"
-                padded.append((where, leaf.path))
+        checks, padded, narrow = [], [], []
+        here = {leaf.path: leaf for leaf in small.leaves}
+        pairs = [(path, self.leaves.get(path), leaf) for path, leaf in here.items()]
         # A small model may have fewer layers: one of them stands for those that it lacks.
-        here = {leaf.path for leaf in small.leaves}
-        by_star = {_alike(leaf.path): leaf for leaf in small.leaves}
-        for leaf in (leaf for leaf in self.plan.leaves if leaf.path not in here):
-            like = by_star.get(_alike(leaf.path))
-            odd = ["the small state has no such leaf"] if like is None else _unlike(leaf, like)
-            checks += [_wrong(leaf.path, IN_PLAN, what) for what in odd]
+        by_star = {_alike(path): leaf for path, leaf in here.items()}
+        lacking = [leaf for leaf in self.plan.leaves if leaf.path not in here]
+        pairs += [(leaf.path, leaf, by_star.get(_alike(leaf.path))) for leaf in lacking]
+        roles = roles_of(self.plan.treedef.unflatten(self.plan.leaves))
+        role_of = dict(zip(self.leaves, roles, strict=True))
+        for path, large, leaf in pairs:
+            if large is None or leaf is None:
+                odd = [f"the {'plan' if large is None else 'small state'} has no such leaf"]
+            else:
+                odd = [*_unlike(large, leaf)]
+                pads = [bool(each.update.padding) for each in (large, leaf)]
+                if path in here and large.update.dim is not None and pads[0] != pads[1]:
+                    where = "there and not here" if pads[0] else "here and not there"
+                    padded.append((where, path))
+            if odd and role_of.get(path) == SCALES:
+                narrow.append(path)
+            else:
+                checks += [_wrong(path, IN_PLAN, what) for what in odd]
         notes = [
             f"Padded {where}: {_few(paths)}. Other sizes of the small model would change that."
             for where in ("there and not here", "here and not there")
             if (paths := [path for at, path in padded if at == where])
         ]
+        if narrow:
+            notes.append(
+                f"Placed otherwise than there: {_few(narrow)}. A row has a scale for each "
+                f"{NEIGHBOURS} numbers: {small.size} devices share those of widths that "
+                f"{NEIGHBOURS * small.size} divides."
+            )
         return checks, notes
 
 
