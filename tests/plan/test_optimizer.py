@@ -36,9 +36,14 @@ def test_optimizer_state_that_is_replicated_says_why():
         plan = zerojax.plan(pair, stage=1, **options)
         moments = {x.path[-6:]: x.reason for x in plan.leaves if x.kind == "opt_state" and x.shape}
         assert moments == {"kernel": None, "0/bias": follows}
-    factored, params = optax.adafactor(0.1, min_dim_size_to_factor=8), {"w": shape(16, 32)}
+    factored = optax.adafactor(0.1, min_dim_size_to_factor=4)
+    params = [shape(16, 32), *[shape(6, 20)] * 3]
     plan = zerojax.plan((params, jax.eval_shape(factored.init, params)), tx=factored)
-    assert "has none of the sharded dimensions of a parameter" in {x.reason for x in plan.leaves}
+    reasons = {x.path: x.reason for x in plan.leaves}
+    assert reasons["1/0/v_col/0"] == "has none of the sharded dimensions of a parameter"
+    small = "follows 0/{}: smaller than min_shard_size=128"
+    assert reasons["1/0/v_row/2"] == reasons["1/0/v/2"] == small.format(2)
+    assert small.format("{1..3}") in str(plan)
 
 
 def test_an_optimizer_that_reshapes_parameters_is_sharded_by_its_own_shapes():

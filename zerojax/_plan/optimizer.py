@@ -89,11 +89,15 @@ def followed(
 ) -> tuple[PartitionSpec, str | None] | None:
     """Returns the spec of the parameter whose path ends this leaf's path, if the shapes agree."""
     for param, spec in params:
-        tail = param.path[1:]
-        same_place = leaf.path[len(leaf.path) - len(tail) :] == tail
-        if same_place and shape_dtype(param.value).shape == shape_dtype(leaf.value).shape:
+        same_shape = shape_dtype(param.value).shape == shape_dtype(leaf.value).shape
+        if same_shape and is_of(leaf, param):
             return spec, None if any(spec) else f"follows {param.name}, which is replicated"
     return None
+
+
+def is_of(leaf: Leaf, param: Leaf) -> bool:
+    """Whether a leaf's path ends as a parameter's does."""
+    return leaf.path[max(0, len(leaf.path) - len(param.path) + 1) :] == param.path[1:]
 
 
 def apply_gradients(

@@ -192,6 +192,7 @@ def _shard_specs(
         elif leaf.kind == PARAMS:
             specs[i] = rule(leaf.name, shape, base, stacks.get(leaf.path[1:], 0))
     params = [(leaves[i], spec) for i, (spec, _) in specs.items()]
+    whys = [(leaves[i], why) for i, (_, why) in specs.items() if why]
     typed, untyped = _optimizer.typed_state(state, tx, [spec for _, spec in params], rule)
     inferred = iter(jax.tree.leaves(typed))
     for i, (leaf, shape, base) in enumerate(zip(leaves, shapes, bases, strict=True)):
@@ -199,7 +200,9 @@ def _shard_specs(
             continue
         followed, result = _optimizer.followed(leaf, params), None
         if leaf.kind == OPT_STATE and typed is not None:
-            result = _typed_spec(shape, next(inferred), followed, rule)
+            of = (f"follows {p.name}: {why}" for p, why in whys if _optimizer.is_of(leaf, p))
+            why = followed[1] if followed else next(of, None)
+            result = _typed_spec(shape, next(inferred), why, rule)
         if result is None:
             result = followed or (PartitionSpec(), "neither a parameter nor optimizer state")
             if followed is None and leaf.kind == OPT_STATE:
@@ -213,9 +216,9 @@ def _shard_specs(
 
 
 def _typed_spec(
-    shape: Shape, struct: jax.ShapeDtypeStruct, followed: Reasoned | None, rule: _places.Rule
+    shape: Shape, struct: jax.ShapeDtypeStruct, why: str | None, rule: _places.Rule
 ) -> Reasoned | None:
-    """Returns the spec that JAX inferred for a leaf, and why it is replicated.
+    """Returns the spec that JAX inferred for a leaf, and why it is replicated, as its parameter is.
 
     Returns None where the padding of a parameter changed more than the sharded dimension: Adafactor
     factors a matrix only if it is large enough.
@@ -227,8 +230,7 @@ def _typed_spec(
         return PartitionSpec(), "scalar"
     if any(entry is not None for entry in spec):
         return spec, None
-    reason = followed[1] if followed is not None else None
-    return spec, reason or "has none of the sharded dimensions of a parameter"
+    return spec, why or "has none of the sharded dimensions of a parameter"
 
 
 @functools.cache  # once in a process

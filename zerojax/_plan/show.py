@@ -243,7 +243,7 @@ def _renumbered(row: dict[str, Any], number: re.Match[str], text: str) -> dict[s
     """Returns a row with `text` for a number of the path, and where the reason names this layer."""
     before, after = row["leaf"][: number.start()], row["leaf"][number.end() :]
     name = before.rpartition("/")[2]
-    layer = rf"(?<=/){re.escape(name + number[0])}(?=[/,]|$)"
+    layer = rf"(?<=/){re.escape(name + number[0])}(?=[/,:]|$)"
     reason = re.sub(layer, lambda _: name + text, row[REASON])
     return row | {"leaf": f"{before}{text}{after}", REASON: reason}
 
