@@ -204,9 +204,8 @@ def written(step: Any, args: Sequence[PyTree], device: Device | None) -> Flops:
 def _asked(plan: Plan | None, recipe: Recipe | None) -> str:
     """Returns the narrow dtype that a step is to compute in, if it is: that of its precision, or of
     its largest parameter."""
-    floats = [leaf for leaf in plan.params if is_float(leaf)] if plan else []
-    if plan is None or not floats:
-        return ""
-    precision = (recipe and recipe.options.precision) or plan.precision
-    dtype = (precision and precision.compute) or max(floats, key=lambda leaf: leaf.nbytes).dtype
+    precision = (recipe and recipe.options.precision) or (plan and plan.precision)
+    params = filter(is_float, plan.params if plan else ())
+    stored = max(params, key=lambda leaf: leaf.nbytes, default=None)
+    dtype = (precision and precision.compute) or (stored.dtype if stored else jnp.float32)
     return jnp.dtype(dtype).name if jnp.finfo(dtype).bits < 32 else ""

@@ -146,19 +146,12 @@ def _unlike(large: LeafPlan, small: LeafPlan) -> Iterator[str]:
         return
     for name in ("rest", "near", "grad", "update"):
         there, here = (getattr(leaf, name) for leaf in (large, small))
-        facts = [None if p is None else (_spec(p.spec), p.axes, p.memory) for p in (there, here)]
-        if facts[0] != facts[1]:
+        places = [p and dataclasses.replace(p.over(p.axes), padding=0) for p in (there, here)]
+        if places[0] != places[1]:
             yield f"{name}: {there} there, {here} here"
     for name in ("stacked", "frozen"):
         if getattr(large, name) != getattr(small, name):
             yield f"{name}: {getattr(large, name)} there, {getattr(small, name)} here"
-
-
-def _spec(spec: Any) -> tuple:
-    entries = list(spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return tuple(entries)
 
 
 def _wrong(path: str, kind: str, what: str) -> Check:
