@@ -39,6 +39,7 @@ tpu-code: tpu-compile
 SEED ?= 0
 FIRST ?= 0
 COUNT ?= 200
+fuzz: export JAX_ENABLE_X64 = $(if $(X64),1,0)
 fuzz: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) -rs tests/fuzz.py --seed $(SEED) --first $(FIRST) --count $(COUNT) $(ARGS)
 

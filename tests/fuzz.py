@@ -4,10 +4,12 @@ Each gives one device's numbers, or is refused by an error that zerojax raises i
 
     make fuzz SEED=7 COUNT=1000
     make fuzz SEED=7 FIRST=113 COUNT=1    # one of them, as its output says
+    make fuzz X64=1                       # with jax_enable_x64
 """
 
 import pathlib
 
+import jax
 import pytest
 
 import zerojax
@@ -33,7 +35,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_one_devices_numbers_or_a_refusal(seed, number):
     row = walk(seed, number)
-    print(f"make fuzz SEED={seed} FIRST={number} COUNT=1\n{row}")
+    wide = " X64=1" * jax.config.jax_enable_x64
+    print(f"make fuzz SEED={seed} FIRST={number} COUNT=1{wide}\n{row}")
     try:
         check(row)
         if number % 10 == 0:

@@ -128,7 +128,7 @@ def _sums(row: Row, params: Any, stats: Any, step: int) -> tuple[Any, Any, dict[
     ((losses, (new, scales)), grads) = jax.tree.map(
         lambda *xs: np.stack(xs), *jax.device_get(found)
     )
-    count = batch["mask"].sum()
+    count = np.float32(batch["mask"].sum())  # an integer would make float64 of what it divides
     total = lambda x: x.sum(0, dtype=np.float64).astype(np.float32)
     mean = lambda x: total(x / len(x)) if x.dtype != np.int32 else x[0]
     metrics = {"loss": total(losses) / count, "scale": mean(scales)}

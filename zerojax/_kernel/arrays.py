@@ -163,14 +163,12 @@ Turn = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # of `lax.scan`
 
 def sliced(stack: Array, i: Index) -> Array:
     """Returns layer `i` of a stack, as a stack of one."""
-    start, sizes = (i, *[0] * (stack.ndim - 1)), (1, *stack.shape[1:])
-    return lax.dynamic_slice(stack, start, sizes, allow_negative_indices=False)
+    return lax.dynamic_slice_in_dim(stack, i, 1, allow_negative_indices=False)
 
 
 def written(stack: Array, layer: Array, i: Index) -> Array:
     """Writes a stack of one layer into a stack, as layer `i`."""
-    start = (i, *[0] * (stack.ndim - 1))
-    return lax.dynamic_update_slice(stack, layer, start, allow_negative_indices=False)
+    return lax.dynamic_update_slice_in_dim(stack, layer, i, 0, allow_negative_indices=False)
 
 
 def layer_of(stacks: PyTree, i: Index) -> PyTree:

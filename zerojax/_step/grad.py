@@ -274,7 +274,7 @@ def grad_norm(grads: PyTree, norms: Sequence[Array] = ()) -> Array:
     """Returns the norm of all gradients, those with these norms among them."""
     floats = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.inexact)]
     squares = [*map(sum_of_squares, floats), *map(jnp.square, norms)]
-    return jnp.sqrt(sum(squares, jnp.zeros(())))
+    return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
 
 
 @contextlib.contextmanager
