@@ -345,6 +345,8 @@ def walk(seed: int, number: int) -> Row:
     if rng.random() < 0.2:  # blocks of 4 bits are even
         kinds = ("nf4", "int4", "int8") if levels["shapes"] == "even" else ("int8",)
         levels |= {"optimizer": "frozen", "packed": rng.choice(kinds)}
+    if levels["optimizer"] == "frozen" and "param" not in levels["precision"]:
+        levels["source"] = levels["source"].replace("in codes", "flat")  # those are rounded
     if number < len(CHAINS):
         levels |= {"layout": CHAINS[number], "codes": "reduce=int8"}
     if rng.random() < 0.1:  # a second program; a row takes two or three steps
