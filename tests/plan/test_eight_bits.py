@@ -17,7 +17,7 @@ from tests.plan.test_rounding import numbers
 from tests.reference import assert_equal_bits
 from zerojax import _compat
 from zerojax._checkpoint.conversion import names_of
-from zerojax._plan import encodings
+from zerojax._plan import encodings, kept
 
 WEIGHTS = {"param": "bfloat16", "master": "split"}
 SPLIT, SEVEN = zerojax.Precision(**WEIGHTS), zerojax.Precision(**WEIGHTS, moments="int8")
@@ -76,6 +76,18 @@ def test_what_no_correction_can_change():
     # The user may set a weight anew, and its correction is that of the old one.
     others = encodings.joined(jnp.zeros(255, jnp.bfloat16), jnp.arange(-127, 128, dtype=jnp.int8))
     assert np.max(np.abs(np.asarray(others))) < 1e-40
+    others = encodings.joined(jnp.full(2, -jnp.inf, jnp.bfloat16), jnp.array([-127, 127], jnp.int8))
+    np.testing.assert_array_equal(np.float32(others.astype(jnp.bfloat16)), -np.inf)
+
+
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_an_infinite_weight_stays(master):
+    """As that of a mask may be, whose gradient is zero."""
+    tx = zerojax.manual.master_weights(optax.sgd(0.5), master)
+    params = {"w": jnp.array([-jnp.inf, jnp.inf, 1], jnp.bfloat16)}
+    updates, _ = tx.update({"w": jnp.array([0.0, 0.0, 1.0])}, tx.init(params), params)
+    new = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(np.float32(new["w"]), [-np.inf, np.inf, 0.5])
 
 
 def test_updates_smaller_than_a_correction_add_up():
@@ -172,6 +184,29 @@ def test_second_moments_follow_their_gradients():
     second = np.asarray(encodings.decoded(state.inner[0].nu["w"], state.scales[0].nu["w"]))
     wanted = grads["w"] ** 2 + (1 - grads["w"] ** 2) * 0.999**1000
     assert abs((second - wanted).mean()) < 0.02
+
+
+@pytest.mark.parametrize("signs", [True, False])
+@pytest.mark.parametrize("first", ["zeros", "codes of float32 moments"])
+def test_a_step_is_no_larger_than_with_moments_in_float32(signs, first):
+    """Of the smallest gradients float32 has no square: those divide by `eps` alone."""
+    draw, tx = np.random.default_rng(0), optax.adam(1.0, eps=1e-15)
+    steep = 10.0 ** draw.uniform(-30, 0, (64, 64))
+    steep[:, 0] = 1
+    grads = {"w": np.float32(steep * draw.choice([-1, 1], steep.shape) if signs else steep)}
+    params = jax.tree.map(np.zeros_like, grads)
+    eight = zerojax.manual.narrow_moments(tx, "int8")
+    wide, narrow = tx.init(params), eight.init(params)
+    if first != "zeros":
+        _, wide = jax.jit(tx.update)(grads, wide)
+        narrow = kept._with_narrow(tx, params, wide, jnp.int8)
+    for _ in range(20):
+        wanted, wide = jax.jit(tx.update)(grads, wide)
+        found, narrow = jax.jit(eight.update)(grads, narrow)
+        wanted, found = (np.abs(updates["w"]) for updates in (wanted, found))
+        assert np.all(found <= 1.3 * wanted + 1)
+    moment = encodings.decoded(narrow.inner[0].mu["w"], narrow.scales[0].mu["w"])
+    assert np.all(np.asarray(moment)[np.abs(grads["w"]) < 1e-20] == 0)  # as checkpoints have it
 
 
 # -- steps

@@ -34,6 +34,12 @@ block without negative numbers says so by the sign of its scale, and has 254, ov
 no number becomes zero, because updates divide by second moments. Zeros stay zeros. A block with an
 infinity or a NaN decodes to NaN.
 
+The smallest code may stand for much smaller numbers. A first moment of 1e-20 beside one of 1 would
+rest as 2e-10, or at random as 2e-5. float32 has no square of it, so its second moment is zero, and
+the update would divide by `eps` alone. So the smallest code is that of zero where another moment of
+the same parameter is zero: `settled`. Only zeros of blocks without signs count, because the others
+may be random.
+
 No code is -128. The type float8_e4m3b11fnuz has NaN there and all other patterns are finite
 numbers, so XLA keeps what looks like it, and JAX takes it for something to differentiate by.
 
@@ -44,6 +50,7 @@ positions of leaves in it, a kernel is the same for all leaves of one shape. XLA
 """
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +134,7 @@ def joined(weight: Array, correction: Array) -> Array:
     high = bits & 0x7FFF
     off = _mirrored(high, correction.astype(jnp.int32)) * STEP
     # Another weight than the one that the correction was made for must not become a NaN.
+    off = jnp.where(high < INFINITE >> 16, off, jnp.minimum(off, 0))
     size = jnp.maximum(_signed(high << 16) + off, 0).astype(jnp.uint32)
     return lax.bitcast_convert_type(((bits >> 15) << 31) | size, jnp.float32)
 
@@ -220,6 +228,18 @@ def typed_codes(value: Array) -> tuple[Array, Array]:
     whole = jax.sharding.PartitionSpec(*spec[:-1], None)
     codes, scales = encoded(jax.sharding.reshard(value, whole))
     return jax.sharding.reshard(codes, spec), scales
+
+
+@jax.jit
+def settled(codes: Array, scales: Array, others: Sequence[tuple[Array, Array]]) -> Array:
+    """Returns codes for the numbers of which `others` are the codes and scales of other moments."""
+    length = codes.shape[-1]
+    is_plain, signs = _spread(scales < 0, length), jnp.int8(SIGNED)
+    is_least = jnp.where(is_plain, codes == 1 - signs, jnp.abs(codes) == 1)
+    for other, scale in others:
+        is_zero = (other == -signs) & _spread(scale < 0, length)
+        codes = jnp.where(is_least & is_zero, jnp.where(is_plain, -signs, 0), codes)
+    return codes
 
 
 @jax.jit

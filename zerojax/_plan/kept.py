@@ -1,6 +1,8 @@
 """Optimizers that keep masters and moments in other dtypes; states stored as a precision says."""
 
+import collections
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,11 +70,16 @@ def master_weights(
         grads = cast_floats(updates, dtype)
         updates, inner = tx.update(grads, state.inner, masters, **extra)
         new = optax.apply_updates(masters, updates)
-        # The difference between two close numbers is exact, unless the step is large.
-        steps = jax.tree.map(lambda new, old: new - old.astype(new.dtype), new, params)
+        steps = jax.tree.map(_step, new, params)
         return steps, MasterState(_where_copied(state.master, new, state.master), inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _step(new: Array, old: Array) -> Array:
+    """Returns what to add to a weight: exact for two close numbers, and for infinities."""
+    wide = old.astype(new.dtype)
+    return jnp.where(new == wide, 0, new - wide)
 
 
 def _where_copied(copies: PyTree, yes: PyTree, no: PyTree) -> PyTree:
@@ -144,8 +151,7 @@ def _split_weights(
         for place in itertools.compress(range(len(new)), has_code):
             salt = _encodings.salt(state.count, place)
             weight, codes[place] = _encodings.split(new[place], salt)
-            # The difference of two numbers of bfloat16 is exact, unless the step is large.
-            steps[place] = weight.astype(jnp.float32) - weights[place].astype(jnp.float32)
+            steps[place] = _step(weight.astype(jnp.float32), weights[place])
         state = SplitState(state.count + 1, treedef.unflatten(codes), inner)
         return treedef.unflatten(steps), state
 
@@ -219,22 +225,34 @@ def narrow_moments(
         inner, grads = list(old), jax.tree.map(_widened, updates)
         for k in narrow:
             inner[k] = _widened(old[k])
-        for k in coded:
-            inner[k] = _encodings.decoded(old[k], scales[k])
-        twice = coded if _compat.KEEPS_BARRIERS else []
-        if twice:
-            _, first = tx.update(grads, treedef.unflatten(inner), params, **extra)
-            found = treedef.flatten_up_to(first)
-        for k in twice:
+        others = _others(state.inner, updates, coded)
+
+        def settled(codes: Sequence[Any]) -> dict[int, Array]:
+            return {
+                k: _encodings.settled(
+                    codes[k], scales[k], [(codes[o], scales[o]) for o in others[k]]
+                )
+                for k in coded
+            }
+
+        def updated(codes: Sequence[Any]) -> tuple[PyTree, list[Any]]:
+            for k, code in settled(codes).items():
+                inner[k] = _encodings.decoded(code, scales[k])
+            updates, new = tx.update(grads, treedef.unflatten(inner), params, **extra)
+            return updates, treedef.flatten_up_to(new)
+
+        fenced, new_scales = list(old), {}
+        first = updated(old)[1] if coded and _compat.KEEPS_BARRIERS else []
+        for k in coded if first else []:
             # A fence: XLA would keep the new moments in float32 until their scales are there.
-            codes, scale = lax.optimization_barrier((old[k], _encodings.scales_of(found[k])))
-            inner[k], scales[k] = _encodings.decoded(codes, scales[k]), scale
-        updates, inner = tx.update(grads, treedef.unflatten(inner), params, **extra)
-        new, count = treedef.flatten_up_to(inner), state.count + 1
+            fence = old[k], _encodings.scales_of(first[k])
+            fenced[k], new_scales[k] = lax.optimization_barrier(fence)
+        (updates, new), count = updated(fenced), state.count + 1
         for k in coded:
-            salt = _encodings.salt(state.count, k)
-            scales[k] = scales[k] if twice else _encodings.scales_of(new[k])
-            new[k] = _encodings.codes_of(new[k], scales[k], salt)
+            scales[k] = new_scales[k] if first else _encodings.scales_of(new[k])
+            new[k] = _encodings.codes_of(new[k], scales[k], _encodings.salt(state.count, k))
+        for k, code in settled(new).items():
+            new[k] = code
         for k in narrow:
             new[k] = _encodings.rounded(new[k], _encodings.salt(state.count, k))
         if kind == CODES:
@@ -242,6 +260,17 @@ def narrow_moments(
         return updates, NarrowState(count, treedef.unflatten(new))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _others(inner: PyTree, updates: PyTree, coded: Sequence[int]) -> dict[int, list[int]]:
+    """Returns, for each of some leaves of an optimizer's state, those of the same parameter."""
+    params = {leaf.path for leaf in leaves_with_paths(updates)}
+    leaves, alike = leaves_with_paths(inner), collections.defaultdict[tuple, list[int]](list)
+    for k in coded:
+        path = leaves[k].path
+        tails = (path[start:] for start in range(len(path) + 1))
+        alike[next((tail for tail in tails if tail in params), path)].append(k)
+    return {k: [o for o in group if o != k] for group in alike.values() for k in group}
 
 
 def _widened(value: Array) -> Array:
