@@ -1,14 +1,18 @@
 """Axes of a mesh that are Explicit, Auto or Manual, where zerojax traces code."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import jax
+from jax import Array
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax._types import PyTree
 
+T = TypeVar("T")
 NO_MESH = AbstractMesh((), ())
 
 # [Note: explicit axes]
@@ -100,3 +104,21 @@ def auto_axes() -> Iterator[None]:
     autos = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
     with jax.sharding.use_abstract_mesh(mesh.update_axis_types(autos)):
         yield
+
+
+def on_auto_axes(method: Callable[[T, Array], Array]) -> Callable[[T, Array], Array]:
+    """Has a method compute on Auto axes, in `jax.jit`. Its result has the Explicit axes of its
+    argument, but those of the last dimension only if they divide it."""
+
+    @functools.wraps(method)
+    def run(self: T, value: Array) -> Array:
+        with auto_axes():
+            result = method(self, computed_with(value))
+        if (sharding := explicit_sharding(value)) is None:
+            return result
+        parts = value.shape[-1] // sharding.shard_shape(value.shape)[-1]
+        *entries, last = sharding.spec
+        spec = PartitionSpec(*entries, None if result.shape[-1] % parts else last)
+        return typed(result, sharding.update(spec=spec))
+
+    return run

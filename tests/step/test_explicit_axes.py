@@ -164,6 +164,60 @@ def test_an_axis_of_the_users(kind, stage):
     assert_close(results[0][0], results[1][0], 0)
 
 
+def scaled(params, x):
+    return jnp.mean(((x * params["scale"]) @ params["w"]) ** 2)
+
+
+def beside(kind, spec, tx):
+    """A mesh, and a state on it with a matrix that the user has placed."""
+    mesh = retyped(tensor.cpu_mesh(), kind, kind)
+    w = np.random.default_rng(0).normal(size=(64, 64)).astype("f")
+    params = {"w": jax.device_put(w, NamedSharding(mesh, spec)), "scale": np.ones(64, "f")}
+    return mesh, TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+PLACED = [P(None, "tensor"), P("tensor", None)]  # over which shards end within a block, or not
+
+
+@pytest.mark.parametrize("spec", PLACED)
+def test_moments_of_8_bits_beside_an_axis_of_the_users(spec, tmp_path):
+    """Trained before it is placed, and restored from a state with moments of float32."""
+    eight, results = zerojax.Precision(moments="int8"), []
+    for kind in (AUTO, EXPLICIT):
+        mesh, state = beside(kind, spec, optax.adam(1e-2))
+        state = state.replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
+        narrow = zerojax.shard_train_state(state, mesh=mesh, precision=eight)
+        wide = zerojax.shard_train_state(beside(kind, spec, optax.adam(1e-2))[1], mesh=mesh)
+        zerojax.save(tmp_path / kind.name, wide)
+        restored = zerojax.restore(tmp_path / kind.name, like=narrow)
+        assert types(restored) == types(narrow)
+        step = zerojax.train_step(scaled)
+        for state in (narrow, restored):
+            state, metrics = step(state, np.ones((8, 64), "f"))
+            codes = state.opt_state.inner[0].mu["w"]
+            results.append((metrics["loss"], codes.addressable_shards[0].data, codes))
+    assert_close(results[:2], results[2:], 0)
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+@pytest.mark.parametrize("codes", ["int8", "nf4"])
+@pytest.mark.parametrize("spec", PLACED)
+def test_weights_in_codes_beside_an_axis_of_the_users(spec, codes, is_set):
+    labels, results = {"w": "frozen", "scale": "trained"}, []
+    kinds = {"frozen": optax.set_to_zero(), "trained": optax.adam(1e-2)}
+    for kind in (AUTO, EXPLICIT):
+        mesh, state = beside(kind, spec, optax.multi_transform(kinds, labels))
+        with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+            state = zerojax.shard_train_state(zerojax.quantized(state, codes), mesh=mesh)
+            state, metrics = zerojax.train_step(scaled)(state, np.ones((8, 64), "f"))
+            weights = zerojax.manual.dequantized(zerojax.unpad(state).params)["w"]
+        rows = state.params["w"].rows
+        assert "tensor" in str(rows.sharding.spec)
+        results.append((metrics["loss"], rows.addressable_shards[0].data, weights))
+    assert ("@" in types(weights)[0]) == (kind == EXPLICIT)
+    assert_close(*results, 0)
+
+
 def explicit_loss(params, x):
     """Runs under no mesh but one of Explicit axes, and names both."""
     x = jnp.eye(tensor.DIM).at[jnp.argsort(x)].get(out_sharding=P("data", None, None)).sum(1)

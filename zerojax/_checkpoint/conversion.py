@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from zerojax._axis_types import with_auto_axes
 from zerojax._checkpoint import matching as _matching
 from zerojax._plan import encodings as _encodings
 from zerojax._plan.padding import Shape, padded, unpadded
@@ -240,7 +241,7 @@ def _made(
 
 def _on_device(sharding: Sharding) -> Sharding:
     is_named = isinstance(sharding, NamedSharding)
-    return NamedSharding(sharding.mesh, sharding.spec) if is_named else sharding
+    return NamedSharding(with_auto_axes(sharding.mesh), sharding.spec) if is_named else sharding
 
 
 def _without_last(sharding: Sharding, rank: int) -> Sharding:

@@ -56,9 +56,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-
-from zerojax._kernel.travel import names_in
 
 SIGN, INFINITE, FINITE = 0x80000000, 0x7F800000, 0x7F7FFFFF  # the bits of float32
 STEP = 258  # the float32 numbers between two corrections
@@ -219,15 +218,14 @@ def typed_codes(value: Array) -> tuple[Array, Array]:
 
     Where a shard ends within a block, the scales are whole along the last dimension.
     """
-    sharding = jax.typeof(value).sharding
-    spec, (count, size) = sharding.spec, blocks_of(value.shape[-1])
-    over = names_in(spec[value.ndim - 1 :])
-    parts = math.prod(sharding.mesh.shape[name] for name in over)
-    if parts == 1 or (count % parts == 0 and count * size == value.shape[-1]):
+    sharding, length = jax.typeof(value).sharding, value.shape[-1]
+    count, size = blocks_of(length)
+    parts = length // sharding.shard_shape(value.shape)[-1]
+    if parts == 1 or (count % parts == 0 and count * size == length):
         return encoded(value)
-    whole = jax.sharding.PartitionSpec(*spec[:-1], None)
+    whole = sharding.update(spec=PartitionSpec(*sharding.spec[:-1], None))
     codes, scales = encoded(jax.sharding.reshard(value, whole))
-    return jax.sharding.reshard(codes, spec), scales
+    return jax.sharding.reshard(codes, sharding), scales
 
 
 @jax.jit

@@ -22,6 +22,7 @@ from jax import Array, lax
 from jax.tree_util import GetAttrKey, register_pytree_with_keys_class
 from jax.typing import DTypeLike
 
+from zerojax._axis_types import on_auto_axes
 from zerojax._types import PyTree, Shape
 
 # The levels of nf4: quantiles of a normal distribution, of which 0 and the ends are exact (QLoRA,
@@ -58,6 +59,7 @@ class Coding:
         return self.length if self.kind == "int8" else self.length // 2
 
     @functools.partial(jax.jit, static_argnums=0)
+    @on_auto_axes
     def bytes_of(self, weight: Array) -> Array:
         blocks = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, self.block)
         sizes = jnp.max(jnp.abs(blocks), axis=-1) / TOP_LEVELS[self.kind]
@@ -79,6 +81,7 @@ class Coding:
         return jnp.concatenate([codes, scales.reshape(*weight.shape[:-1], -1)], axis=-1)
 
     @functools.partial(jax.jit, static_argnums=0)
+    @on_auto_axes
     def weight_of(self, rows: Array) -> Array:
         # Padding comes after the scales.
         codes, scales = jnp.split(rows[..., : self.row], [self.code_bytes], axis=-1)
