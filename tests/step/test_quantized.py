@@ -90,6 +90,11 @@ def test_codes_are_as_close_as_their_levels(codes, bits, worst):
     assert not got[0].any() and got.shape == w.shape and got.dtype == w.dtype
 
 
+def test_a_block_longer_than_rows_is_a_row():
+    (node,) = zerojax.quantized([normal(8, 96)], "int8", block=10**15)
+    assert node.coding.block == 96
+
+
 def test_nf4_has_the_quantiles_of_a_normal_distribution():
     """As QLoRA defines them: 7 below 0, and 8 above."""
     above, below = (jax.scipy.stats.norm.ppf(jnp.linspace(0.9677083, 0.5, n)[:-1]) for n in (9, 8))

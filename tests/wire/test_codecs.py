@@ -67,7 +67,14 @@ def test_what_is_not_finite_is_not_hidden(codec):
 
 @pytest.mark.parametrize(
     ("length", "block", "fitted"),
-    [(1600, 256, 200), (100, 256, 100), (50257, 256, None), (31, 256, None), (96, 64, 48)],
+    [
+        (1600, 256, 200),
+        (100, 256, 100),
+        (50257, 256, None),
+        (31, 256, None),
+        (96, 64, 48),
+        (96, 10**15, 96),
+    ],
 )
 def test_blocks_are_the_largest_that_divide(length, block, fitted):
     codec = QuantizedWire("int8", block=block).fitted(length)

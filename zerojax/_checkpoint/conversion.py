@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from zerojax._axis_types import with_auto_axes
 from zerojax._checkpoint import matching as _matching
@@ -240,8 +240,9 @@ def _made(
 
 
 def _on_device(sharding: Sharding) -> Sharding:
-    is_named = isinstance(sharding, NamedSharding)
-    return NamedSharding(with_auto_axes(sharding.mesh), sharding.spec) if is_named else sharding
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return sharding
+    return NamedSharding(with_auto_axes(sharding.mesh), sharding.spec)
 
 
 def _without_last(sharding: Sharding, rank: int) -> Sharding:

@@ -74,7 +74,8 @@ class QuantizedWire:
 
     def fitted(self, length: int) -> "QuantizedWire | None":
         """Returns the codec for shards of this last dimension, None if no block divides it."""
-        sizes = (n for n in range(self.block, LEAST_BLOCK - 1, -1) if length % n == 0)
+        most = min(self.block, length)
+        sizes = (n for n in range(most, LEAST_BLOCK - 1, -1) if length % n == 0)
         size = next((n for n in sizes if n % 2 == 0 or self.dtype != "int4"), None)
         return None if size is None else dataclasses.replace(self, block=size)
 
