@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -262,9 +263,12 @@ def is_state_function(state: object) -> bool:
 
 def made_by(make_state: Callable[[], PyTree]) -> PyTree:
     """Calls a user's function; without the mesh that is set, if its axes are the reason for an
-    error. Flax constrains a weight over the axes of its annotation, which the mesh may lack."""
+    error. Flax constrains a weight over the axes of its annotation, which the mesh may lack. nnx
+    would do so at once, with no mesh set too."""
+    nnx = sys.modules.get("flax.nnx")  # who has not imported it, makes no such model
     try:
-        return make_state()
+        with nnx.use_eager_sharding(False) if nnx else contextlib.nullcontext():
+            return make_state()
     except (ValueError, AssertionError) as error:
         if not re.search(r"\bmesh\b", str(error)) or jax.sharding.get_abstract_mesh().empty:
             raise
