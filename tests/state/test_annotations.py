@@ -66,6 +66,23 @@ def test_linens_boxes_are_read_by_the_rules(box, mesh, rules, spec, absent, caps
     assert (beside in capsys.readouterr().out) == bool(absent)
 
 
+@pytest.mark.parametrize(
+    ("names", "axis", "left"),
+    [
+        (("expert",), ("data", "expert"), True),
+        (("expert",), "data", False),
+        ((("data", "expert"),), ("data", "expert"), False),
+    ],
+)
+def test_an_axis_that_zero_shards_over_too_is_named(names, axis, left, capsys):
+    plan = zerojax.plan(({"w": named(*names)}, ()), mesh=zerojax.mesh(data=4, expert=2), axis=axis)
+    assert (plan.leaves[0].taken == ("expert",), "left to ZeRO" in str(plan)) == (left, left)
+    assert ("expert" in str(plan.leaves[0].spec)) or not left
+    plan.show("0/w/value")
+    remedy = "annotated over expert, which axis= has too: gathered whole"
+    assert (remedy in capsys.readouterr().out) == left
+
+
 def test_an_array_that_is_placed_over_an_axis_stays_there():
     placed = jax.device_put(np.ones((16, 16), "f"), OVER)
     for weight in (placed, nn.Partitioned(placed, names=("data", None))):
@@ -137,6 +154,9 @@ def test_nnx_models_are_placed_as_they_say(form, out_sharding, mesh, stage, rule
         model, optimizer = zerojax.nnx.shard(*source, stage=stage, mesh=mesh)
         assert model.kernel.get_raw_value().sharding.spec == spec
         plan = zerojax.plan(zerojax.nnx.state(model, optimizer), mesh=mesh)
+        if form == "function":
+            before = zerojax.plan(lambda: zerojax.nnx.state(*make()), stage=stage, mesh=mesh)
+            assert before == zerojax.nnx.state(model, optimizer).tx.plan
         assert plan.absent == ({"model"} if mesh is ONE else set())
         if (form, stage) == ("made", 3):
             loss = zerojax.nnx.train_step(nnx_loss)(model, optimizer, BATCH)["loss"]

@@ -372,7 +372,8 @@ class LeafPlan:
     sums them over microbatches at `grad`, and after the last one moves them to `update`. A `frozen`
     parameter has none, because the optimizer would not read it. `reason` says why the leaf is
     replicated. `stays` says why the leaf stays on the device although its kind was to rest in host
-    memory. `absent` are the axes in the leaf's annotation that the mesh lacks.
+    memory. `absent` are the axes in the leaf's annotation that the mesh lacks, and `taken` those
+    over which ZeRO shards instead.
     """
 
     path: str
@@ -389,6 +390,7 @@ class LeafPlan:
     stays: str | None = None
     # Not compared: a step without rules for names has the plan of a state placed with some.
     absent: Axes = dataclasses.field(default=(), compare=False)
+    taken: Axes = dataclasses.field(default=(), compare=False)
 
     @property
     def is_on_host(self) -> bool:

@@ -81,7 +81,7 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
     gathered = _codecs.patterns_of(options.precision and options.precision.gather)
     _state.check_patterns(gathered, params, "Precision(gather=)")
     own = own_axes(state, axes, mesh.axis_names)
-    specs = _shard_specs(state, leaves, [spec for spec, _ in own], rule, stacks, tx)
+    specs = _shard_specs(state, leaves, [spec for spec, *_ in own], rule, stacks, tx)
     has_update = tx is not None or hasattr(state, "apply_gradients")
     update = _optimizer.update_of(state, tx) if has_update else None
     are_frozen = [] if update is None else _optimizer.frozen_params(state, update)
@@ -90,8 +90,8 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
         _quantize.check_frozen(state, frozen)
     over = groups if rule.size > 1 else Groups()
     planned = [
-        _leaf_plan(leaf, spec, over, rule, leaf.name in frozen, is_stack(leaf, stacks), absent)
-        for leaf, spec, (_, absent) in zip(leaves, specs, own, strict=True)
+        _leaf_plan(leaf, spec, over, rule, leaf.name in frozen, is_stack(leaf, stacks), *named)
+        for leaf, spec, (_, *named) in zip(leaves, specs, own, strict=True)
     ]
     if offload := as_offload(options.offload):
         planned = offload.place(planned, mesh)
@@ -151,6 +151,7 @@ def _leaf_plan(
     frozen: bool,
     stacked: bool,
     absent: Axes,
+    taken: Axes,
 ) -> LeafPlan:
     spec, reason = spec_and_reason
     if frozen and not groups.params:  # no optimizer state to follow, no gradient to shard
@@ -169,6 +170,7 @@ def _leaf_plan(
         reason=reason,
         frozen=frozen,
         absent=() if leaf.kind == OPT_STATE else absent,
+        taken=() if leaf.kind == OPT_STATE else taken,
     )
 
 

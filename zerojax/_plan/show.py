@@ -40,7 +40,7 @@ TITLES = {
 
 REASON = "why not sharded"
 # Columns that most plans leave empty.
-RARE = "padded to", "kept as", "memory", "sent as", "not in the mesh"
+RARE = "padded to", "kept as", "memory", "sent as", "not in the mesh", "left to ZeRO"
 LEAST_ALIKE = 3  # leaves that share a row of the table
 LEAVES, DEVICES = 16, 8  # at most, in a picture
 LONGEST_PATH = 36  # unless it takes more to tell two apart
@@ -135,6 +135,8 @@ def leaf_text(plan: Layout, path: str) -> str:
     text += f", kept {'' if kept.startswith('wide') else 'as '}{kept}" if kept else ""
     if leaf.absent:
         text += f", not over {', '.join(leaf.absent)}: the mesh has no such axis"
+    if leaf.taken:
+        text += f", annotated over {', '.join(leaf.taken)}, which axis= has too: gathered whole"
     holders: dict[str, list[str]] = collections.defaultdict(list)
     held = _held(plan, leaf)
     for device in plan.mesh.devices.flat:
@@ -212,6 +214,7 @@ def _cells(plan: Layout, leaf: LeafPlan, kept: str) -> dict[str, Any]:
         "memory": _memory(plan, leaf),
         "sent as": _sent_as(plan, leaf),
         "not in the mesh": ", ".join(leaf.absent),
+        "left to ZeRO": ", ".join(leaf.taken),
         "count": 1,
     }
 

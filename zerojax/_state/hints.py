@@ -23,10 +23,12 @@ MOST_LAYERS = 256  # a longer first dimension counts something else
 
 def own_axes(
     state: PyTree, axes: Sequence[str], mesh_axes: Sequence[str]
-) -> list[tuple[PartitionSpec, tuple[str, ...]]]:
-    """Returns the axes of each leaf of a state beside ZeRO's `axes`, and those that the mesh lacks.
+) -> list[tuple[PartitionSpec, tuple[str, ...], tuple[str, ...]]]:
+    """Returns the axes of each leaf of a state beside ZeRO's `axes`, those that the mesh lacks, and
+    those that are ZeRO's too.
 
-    The axes are those of its annotation or, if the mesh has none of these, of its placement.
+    The axes are those of its annotation or, if the mesh has none of these, of its placement. The
+    last are some of several: what names all of them, or the only one, is sharded as ZeRO does.
     """
     free, own = {*mesh_axes} - {*axes}, []
     specs: dict[str, PartitionSpec] = getattr(state, "annotations", {})
@@ -42,7 +44,10 @@ def own_axes(
             placed = tuple(getattr(getattr(value, "sharding", None), "spec", None) or ())
             over = annotation if free.intersection(names_in(annotation)) else placed
             spec = PartitionSpec(*map(free_in, over[: np.ndim(value)]))
-            own.append((spec, tuple(sorted(names_in(annotation) - {*mesh_axes}))))
+            taken = names_in(annotation).intersection(axes)
+            taken = taken if len(taken) < len(axes) else ()
+            absent = names_in(annotation) - {*mesh_axes}
+            own.append((spec, tuple(sorted(absent)), tuple(sorted(taken))))
     return own
 
 
