@@ -75,11 +75,12 @@ def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> 
             "others, such as a smaller last batch, call the step that it was compiled from, or "
             "compile that for them too: step.compile(state, batch)."
         )
-    if _compat.OTHER_MESH in str(error):
-        error.add_note(
-            "jax.set_mesh has set another mesh than that of the state. Set the state's, "
+    if plan is not None and _compat.OTHER_MESH in str(error):
+        raise ValueError(
+            f"jax.set_mesh has set a mesh {dict(jax.sharding.get_abstract_mesh().shape)}, and the "
+            f"state is placed on another one, {dict(plan.mesh.shape)}. Set the state's, "
             "jax.set_mesh(mesh), or none, or place the state on the one that is set: mesh=mesh."
-        )
+        ) from error
     if "mesh should be the same across the entire program" in str(error):  # of a callback
         error.add_note(
             "JAX compiles a callback only where all meshes have the same types of axes. Place the "
