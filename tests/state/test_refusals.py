@@ -19,6 +19,18 @@ from tests.shapes import shape
 W = np.arange(-2, 2, dtype="f")
 
 
+def test_a_step_of_two_variables_with_one_array():
+    model = nnx.Linear(64, 16, rngs=nnx.Rngs(0))
+    model.target = nnx.BatchStat(model.kernel.get_value())
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    zerojax.nnx.shard(model, optimizer, stage=0)
+    step = zerojax.nnx.train_step(lambda model, x: jnp.mean(model(x)) + jnp.sum(model.target[...]))
+    step(model, optimizer, BATCH)
+    model.target.set_value(model.kernel.get_value())
+    with pytest.raises(ValueError, match=r"params/kernel and variables/values/target are one"):
+        step(model, optimizer, BATCH)
+
+
 def test_a_donated_state_is_refused_wherever_it_is_passed(tmp_path):
     state = placed()
     new, _ = STEP(state, BATCH)

@@ -3,6 +3,7 @@ for every step of the table."""
 
 import dataclasses
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,27 @@ def test_a_donated_state_is_refused_before_it_is_used():
     with pytest.raises(ValueError, match=r"donated to an earlier step.*state, metrics = step\("):
         step(state, BATCH)
     step(new, BATCH)
+
+
+class Targeted(TrainState):
+    target: Any = None
+
+
+def test_an_array_that_a_state_has_twice():
+    """Placing copies it. Put in later, a step would donate it twice."""
+    made = linear.made(SGD)
+    made = Targeted.create(apply_fn=None, params=made.params, tx=SGD, target=made.params)
+    state = zerojax.shard_train_state(made, stage=1, mesh=make_mesh(2))
+    compiled = STEP.compile(state, BATCH)
+    state, _ = STEP(state, BATCH)
+    twice = state.replace(target=state.params)
+    for step in (STEP, compiled):
+        with pytest.raises(ValueError, match=r"params/\S+ and target/\S+ are one array.*jnp.copy"):
+            step(twice, BATCH)
+    zerojax.train_step(linear.loss, donate=False)(twice, BATCH)
+    placed, _ = STEP(zerojax.shard_train_state(twice, stage=1, mesh=make_mesh(2)), BATCH)
+    new, _ = STEP(twice.replace(target=jax.tree.map(jnp.copy, twice.params)), BATCH)
+    assert_equal_bits((placed.params, placed.target), (new.params, new.target))
 
 
 def test_a_failed_step_leaves_the_state_alone():

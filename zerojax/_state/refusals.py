@@ -148,6 +148,23 @@ def check_alive(tree: PyTree, name: str = "state") -> None:
             )
 
 
+def check_distinct(state: PyTree) -> None:
+    """Raises for an array that a state has twice, whose memory a step would donate twice."""
+    leaves = jax.tree.leaves(state)
+    if len({*map(id, leaves)}) == len(leaves):
+        return
+    first: dict[int, Leaf] = {}
+    for leaf in _state.leaves_with_paths(state):
+        other = first.setdefault(id(leaf.value), leaf)
+        is_array = isinstance(leaf.value, jax.Array) and not isinstance(leaf.value, Tracer)
+        if other is not leaf and is_array:
+            raise ValueError(
+                f"state leaves {other.name} and {leaf.name} are one array, which a step would "
+                "donate twice. Put a copy in place of one of them, jax.tree.map(jnp.copy, "
+                "state.params), or make the step with donate=False."
+            )
+
+
 def has_numbers(value: PyTree) -> bool:
     """Whether a leaf has numbers that JAX knows, not text, objects, dates, records or a shape."""
     if isinstance(value, jax.Array):

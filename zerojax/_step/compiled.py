@@ -22,6 +22,7 @@ from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan
 from zerojax._run import programs as _programs
 from zerojax._run.agreement import Known
+from zerojax._state import refusals as _refusals
 from zerojax._step.replay import Replays
 from zerojax._types import PyTree
 
@@ -57,6 +58,8 @@ class CompiledStep:
             self.plan.compare_new(jax.tree.leaves(state))
             if self.known is not None:
                 self.known.again()
+            if self.executable.donate_argnums:
+                _refusals.check_distinct(state)
             args = _move.own(args, self.plan.mesh.devices.flat)
             (_, *places), _ = self.executable.input_shardings
             args = jax.device_put(args, tuple(places))

@@ -27,6 +27,7 @@ from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan, fingerprint
 from zerojax._progress import working
 from zerojax._run import agreement as _agreement
+from zerojax._state import refusals as _refusals
 from zerojax._state.state import shape_dtype
 from zerojax._step.blame import DETERMINISTIC
 from zerojax._step.compiled import PROGRAM, CompiledStep, Facts, at_rest, loaded, read, short
@@ -106,6 +107,8 @@ class Step:
         with _arguments.explained(args, named, self.recipe.plan):
             jitted = self.for_args(*args, **named)
             plan, others = self._plan_for(args, named), args[1:]
+            if self.donates:
+                _refusals.check_distinct(args[0] if args else named.get("state"))
             if plan is not None:
                 self.agree(jitted, plan, args, named)
                 # A copy, because the user may change the batch while the step runs.
