@@ -228,12 +228,8 @@ def narrow_moments(
         others = _others(state.inner, updates, coded)
 
         def settled(codes: Sequence[Any]) -> dict[int, Array]:
-            return {
-                k: _encodings.settled(
-                    codes[k], scales[k], [(codes[o], scales[o]) for o in others[k]]
-                )
-                for k in coded
-            }
+            own = {k: (codes[k], scales[k]) for k in coded}
+            return {k: _encodings.settled(*own[k], [own[o] for o in others[k]]) for k in coded}
 
         def updated(codes: Sequence[Any]) -> tuple[PyTree, list[Any]]:
             for k, code in settled(codes).items():
