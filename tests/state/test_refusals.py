@@ -17,6 +17,7 @@ from tests.nnx_models import make
 from tests.shapes import shape
 
 W = np.arange(-2, 2, dtype="f")
+SGD = optax.sgd(0.1)
 
 
 def test_a_step_of_two_variables_with_one_array():
@@ -98,6 +99,32 @@ BY_NAME = r"jax.random.key\(n\).*by name: mutable="
 def test_steps_say_what_they_cannot_do(call, remedy):
     with pytest.raises((ValueError, TypeError), match=remedy):
         call()
+
+
+OTHER = r"tx= is another optimizer than that of the state.*Leave tx= out.*state.replace\(tx=tx"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda tx: zerojax.plan(made(), tx=tx),
+        lambda tx: zerojax.shard_train_state(made, tx=tx),
+        lambda tx: zerojax.shard_train_state(placed(), tx=tx),
+        lambda tx: zerojax.train_step(loss, tx=tx)(placed(), BATCH),
+        lambda tx: zerojax.verify(zerojax.train_step(loss, tx=tx), placed(), BATCH),
+        lambda tx: zerojax.audit(zerojax.train_step(loss, tx=tx), placed(), BATCH),
+    ],
+)
+def test_an_optimizer_beside_that_of_the_state_is_refused(use):
+    with pytest.raises(ValueError, match=OTHER):
+        use(optax.sgd(5.0))
+
+
+def test_the_optimizer_of_the_state_may_be_passed_too():
+    state = placed(SGD)
+    zerojax.plan(state, tx=SGD)
+    new, _ = zerojax.train_step(loss, tx=SGD)(state, BATCH)
+    assert int(new.step) == 1
 
 
 class Unnamed:

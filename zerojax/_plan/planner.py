@@ -74,6 +74,7 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
     shards_over = groups.opt_state or axes
     rule = _places.Rule(mesh, shards_over, patterns, options.min_shard_size, options.pad)
     state, leaves = _as_stored(state_or_fn, options.precision)
+    _refusals.check_one_tx(state, options.tx)
     tx = _state.get_tx(state) if options.tx is None else options.tx
     stacks = layer_dims(_state.get_params(state), options.stacked)
     params = [leaf.name for leaf in leaves if leaf.kind == PARAMS]

@@ -213,6 +213,18 @@ def check_tx(tx: object) -> object:
     return tx
 
 
+def check_one_tx(state: PyTree, tx: object) -> None:
+    """Raises if `tx=` is not the optimizer that a state has itself."""
+    own = _state.get_tx(state)
+    own, tx = (getattr(each, "original", each) for each in (own, tx))
+    if None not in (own, tx) and own != tx:
+        raise ValueError(
+            f"tx= is another optimizer than that of the state: a {type(state).__name__} is updated "
+            "by its field tx. Leave tx= out, or replace the field before you place the state: "
+            "state.replace(tx=tx, opt_state=tx.init(state.params))."
+        )
+
+
 def where(name: str, leaf: Leaf) -> str:
     """Names a leaf of a step's argument: 'batch leaf x', or 'the batch' if that is a leaf."""
     return f"{name} leaf {leaf.name}" if leaf.path else f"the {name}"

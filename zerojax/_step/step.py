@@ -19,7 +19,7 @@ from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import split_fields, with_fields
 from zerojax._plan.optimizer import Guard, next_state, update_of
 from zerojax._plan.plan import Plan
-from zerojax._state import state as _state
+from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step.grad import grad_norm, loss_and_grads
 from zerojax._step.jitted import Step
 from zerojax._step.parameter import StepParam
@@ -83,6 +83,7 @@ def _train(
     """Returns the state after one step, and the metrics."""
     plan = find_plan(state, recipe.plan)
     plan.check_structure(state)
+    _refusals.check_one_tx(state, recipe.tx)
     scale = _finite.scale_of(state)
     # JAX differentiates the scaled loss; metrics and gradients are those of the loss itself.
     logical = plan.unpad(state)
