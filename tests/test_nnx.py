@@ -12,7 +12,7 @@ from flax import nnx
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.nnx_models import BATCH, WIDTH, loss_fn, make, params_of, plain_loop
+from tests.nnx_models import BATCH, WIDTH, loss_fn, make, params_of, plain_loop, pure
 from tests.reference import assert_close, assert_equal_bits
 
 MESH = make_mesh(2)
@@ -68,6 +68,62 @@ def test_a_placed_optimizer_prints_and_keeps_its_plan():
     assert f"wrt={nnx.Param.__name__}" in repr(optimizer)
     assert jax.tree.map(lambda leaf: leaf, optimizer.tx) == optimizer.tx
     assert copy.deepcopy(optimizer).tx == optimizer.tx
+
+
+class Plain(nnx.Module):
+    """Its parameters, and a table, are arrays without a variable."""
+
+    def __init__(self, rngs, width=8):
+        self.w, self.b = jax.random.normal(rngs.params(), (16, width)), jnp.zeros((width,))
+        self.inner, self.table = nnx.Linear(16, 16, rngs=rngs), jnp.linspace(0, 1, width)
+
+    def __call__(self, x):
+        return self.inner(x) @ self.w + self.b + self.table
+
+
+def of_names(path, value):
+    return path[-1] in ("w", "b", "kernel")
+
+
+def far(model, x):
+    return jnp.mean((model(x) - 1) ** 2)
+
+
+@pytest.mark.parametrize("wrt", [of_names, nnx.Param], ids=["function", "class"])
+def test_plain_arrays_of_a_model_are_trained_or_kept(wrt):
+    (one, optimizer), make_plain = make(Plain, wrt), lambda: make(Plain, wrt)
+    optimizer.update(one, nnx.grad(far, argnums=nnx.DiffState(0, wrt))(one, BATCH))
+    for source in ((make_plain,), make_plain(), (make_plain,)):  # a second model, too
+        model, optimizer = zerojax.nnx.shard(*source)
+        zerojax.nnx.train_step(far)(model, optimizer, BATCH)
+        assert_close(pure(model), pure(one), 2e-5)
+    shards = model.w.addressable_shards if wrt is of_names else ()
+    assert {shard.data.shape for shard in shards} <= {(2, 8)}
+
+
+def test_plain_arrays_that_cannot_be_are_refused():
+    class Odd(nnx.Module):
+        def __init__(self, rngs):
+            self.w = jnp.ones((33, 15))
+
+    for _ in range(2):
+        odd = make(Odd, lambda path, value: True)
+        for source in (odd, (lambda: make(Odd, lambda path, value: True),)):
+            with pytest.raises(TypeError, match=r"params/w is a plain array.*a nnx.Param, or"):
+                zerojax.nnx.shard(*source)
+            with pytest.raises(ValueError, match=r"wrt= selects no variable.*nnx.Param"):
+                zerojax.nnx.shard(lambda: make(Odd))
+        assert odd[0].w.shape == (33, 15)
+
+
+def test_trees_of_a_sharded_model_and_of_a_plain_one_meet():
+    plain, of_plain = make(linear)
+    model, optimizer = zerojax.nnx.shard(lambda: make(linear))
+    for trees in ((plain, model), (of_plain, optimizer)):
+        sums = jax.tree.map(jnp.add, *map(nnx.state, trees))
+        assert_close(
+            nnx.as_pure(sums), nnx.as_pure(jax.tree.map(lambda x: 2 * x, nnx.state(trees[0]))), 1e-6
+        )
 
 
 class Rows(nnx.Module):

@@ -106,8 +106,7 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
         made = functools.partial(state_of, lambda: nnx.split(make()))
         made = seen_as(jax.sharding.get_abstract_mesh())(made)
         with seen_as(NO_MESH):  # Flax looks for axes of annotations, which the mesh may lack.
-            pair: tuple[nnx.Module, nnx.Optimizer] = nnx.eval_shape(lambda: nnx.merge(*made()))
-        model, optimizer = pair
+            model, optimizer = nnx.merge(*jax.eval_shape(made))
     else:
         source = _nnx_state.shown_state(model, optimizer)
     planned = {f.name: getattr(options, f.name) for f in dataclasses.fields(PlanOptions)}
@@ -365,10 +364,8 @@ def _left(model: nnx.Module, params: PyTree, before: PyTree) -> PyTree:
             f"the loss {what} the variable {'/'.join(map(str, path))} of the model, but a step "
             "keeps the model's structure. Make it with the model, or return it as aux."
         )
-    return nnx.from_flat_state(
-        (path, None if isinstance(variable, nnx.RngKey) else variable.get_value())
-        for path, variable in new.items()
-    )
+    kept = {path: None if isinstance(value, nnx.RngKey) else value for path, value in new.items()}
+    return nnx.as_pure(nnx.from_flat_state(kept))
 
 
 @_compat.device_cache

@@ -27,6 +27,7 @@ import optax
 from flax import nnx
 from flax.core import spmd
 from flax.training.train_state import TrainState
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
@@ -54,6 +55,10 @@ class State(TrainState):
         "Place both again: zerojax.nnx.shard(model, optimizer, stage=...). If parameters are new, "
         "gone or of another shape, first make optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param). "
         "If you decoded weights in it, first call zerojax.nnx.quantized(model, optimizer) again."
+    )
+    no_parameters = (
+        "the optimizer updates nothing in this model: its wrt= selects no variable. Make the "
+        "parameters nnx.Param, and optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
     )
     optimizer_again = "Make it again: optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
 
@@ -124,7 +129,25 @@ def called(make: PyTree) -> PyTree:
     if not callable(make) or isinstance(make, nnx.Pytree | type):
         return make
     with nnx.use_eager_sharding(False):
-        return make()
+        value: Any = make()
+    if is_pair(value):
+        _as_outside(*value)
+    return value
+
+
+def _as_outside(model: nnx.Module, optimizer: nnx.Optimizer) -> None:
+    """Makes a model and its optimizer what the same code makes outside of a trace."""
+    count = 0
+    for _, node in nnx.iter_graph((model, optimizer)):
+        if isinstance(node, nnx.Variable) and node.get_metadata("eager_sharding") is False:
+            node.set_metadata("eager_sharding", nnx.using_eager_sharding())
+        # Flax takes an attribute that is a tracer for static, and not for data.
+        for name, value in [*vars(node).items()] if isinstance(node, nnx.Pytree) else ():
+            if isinstance(value, Tracer):
+                setattr(node, name, nnx.data(value))
+                count += 1
+    if count:
+        optimizer.opt_state = nnx.Optimizer(model, optimizer.tx, wrt=optimizer.wrt).opt_state
 
 
 def is_pair(value: PyTree) -> bool:
@@ -202,10 +225,10 @@ def with_variables(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
 
 def update(model: nnx.Module, optimizer: nnx.Optimizer, state: State) -> None:
     """Puts a state's arrays into a model and its optimizer."""
-    nnx.update(model, state.params, state.variables["values"])
     plan = _carried.carried_plan(state)
     if plan is not None and plan.pads_params:
         _show_logical(model, plan)
+    nnx.update(model, state.params, state.variables["values"])
     optimizer.step.set_value(state.step)
     variables = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     # If an optimizer updates only some parameters, the variables of the others have no array.
@@ -348,6 +371,11 @@ def _show_logical(model: nnx.Module, plan: Any) -> None:
     for path, variable in nnx.to_flat_state(nnx.state(model)) if leaves else ():
         if (leaf := leaves.get("/".join(map(str, path)))) is None:
             continue
+        if not isinstance(variable, nnx.Variable):
+            raise TypeError(
+                f"{leaf.path} is a plain array of shape {leaf.shape}, which the devices do not "
+                "divide. Only variables rest padded: make it a nnx.Param, or pass pad=False."
+            )
         rests = Rests(leaf.shape, leaf.padded_shape, leaf.rest.sharding(plan.mesh))
         if not isinstance(variable, Padded):
             _patches.set_class(variable, _padded_class(type(variable)))
@@ -356,8 +384,6 @@ def _show_logical(model: nnx.Module, plan: Any) -> None:
 
 
 # -- random streams
-
-STREAMS = nnx.Rngs | nnx.RngStream
 
 
 def without_objects(rng: PyTree) -> PyTree:
@@ -461,7 +487,7 @@ def set_apart(model: nnx.Module, device_key: jax.Array) -> None:
 
 
 def _is_streams(value: object) -> bool:
-    return isinstance(value, STREAMS)
+    return isinstance(value, nnx.Rngs | nnx.RngStream)
 
 
 def _scalars(value: jax.Array) -> PyTree:

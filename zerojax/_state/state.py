@@ -105,8 +105,10 @@ def no_parameters(state: object) -> ValueError:
     entries = state.items() if isinstance(state, Mapping) else ()
     if inner := next((name for name, entry in entries if hasattr(entry, "params")), None):
         return ValueError(f"entry {inner!r} of this dict is a whole state. Pass only that.")
+    message = getattr(type(state), "no_parameters", None)
     return ValueError(
-        f"a state of type {type(state).__name__} has no parameters. Pass a flax TrainState, a "
+        message
+        or f"a state of type {type(state).__name__} has no parameters. Pass a flax TrainState, a "
         "tuple (params, opt_state), or {'params': ..., 'opt_state': ...}."
     )
 
