@@ -138,27 +138,6 @@ class Refusal(NamedTuple):
 
 IN_BACKWARD = r"update='backward', and no parameter can be updated there"
 REFUSED = (
-    Refusal(
-        {"order": ("layers",), "model": LOOPLESS, "accumulate": SEVERAL},
-        r"order='layers'.*the loss has no scan over stacked parameters",
-    ),
-    Refusal(
-        {"activations": ("host",), "model": LOOPLESS},
-        r"activations=\('host',\).*the loss has no scan of stacked parameters",
-    ),
-    *(
-        Refusal({"model": ("linen",), **option, **stays}, says)
-        for option, says in (
-            ({"order": ("layers",), "accumulate": SEVERAL}, r"order='layers'.*has no scan"),
-            ({"activations": ("host",)}, r"activations=\('host',\).*has no scan"),
-        )
-        for stays in (
-            {"roll": (False, "auto")},
-            {"stage": (2, 1, 0)},
-            {"offload": (BOTH,)},
-            {"optimizer": ("frozen",)},  # other parameters of each layer
-        )
-    ),
     Refusal({"update": ("backward",), "model": (*LOOPLESS, "linen")}, IN_BACKWARD),
     Refusal(
         {"update": ("backward",), "optimizer": ("adafactor", "wrapped", "lamb", "novograd")},
@@ -187,6 +166,31 @@ REFUSED = (
         {"codes": ("reduce=int8", INT4), "layout": (REPLICATED,)},
         r"reduce=.*quantizes gradients sent between nodes, and groups= shards nothing over "
         r"\('node',\)",
+    ),
+)
+
+# Levels of which a step runs without the first, and says so.
+LEFT_OUT = (
+    Refusal(
+        {"order": ("layers",), "model": LOOPLESS, "accumulate": SEVERAL},
+        r"order='layers' is left out: the loss has no scan over stacked parameters",
+    ),
+    Refusal(
+        {"activations": ("host",), "model": LOOPLESS},
+        r"activations=\('host',\) is left out: the loss has no scan of stacked parameters",
+    ),
+    *(
+        Refusal({"model": ("linen",), **option, **stays}, says)
+        for option, says in (
+            ({"order": ("layers",), "accumulate": SEVERAL}, r"order='layers'.*has no scan"),
+            ({"activations": ("host",)}, r"activations=\('host',\).*has no scan"),
+        )
+        for stays in (
+            {"roll": (False, "auto")},
+            {"stage": (2, 1, 0)},
+            {"offload": (BOTH,)},
+            {"optimizer": ("frozen",)},  # other parameters of each layer
+        )
     ),
 )
 
@@ -239,7 +243,7 @@ Group = frozenset[tuple[str, Any]]  # of levels
 
 def refusal_of(levels: Levels) -> Refusal | None:
     has = lambda refusal: all(levels.get(name, ...) in of for name, of in refusal.levels.items())
-    return next(filter(has, REFUSED), None)
+    return next(filter(has, REFUSED + LEFT_OUT), None)
 
 
 def groups_of(levels: Levels) -> set[Group]:

@@ -1,12 +1,14 @@
 """Every pair of features: rows that have them, each compared with one device."""
 
 import dataclasses
+import re
 
 import pytest
 
 from tests.compared import check, check_by_verify, untrained
 from tests.space import (
     FACTORS,
+    LEFT_OUT,
     REFUSED,
     TOGETHER,
     Row,
@@ -53,19 +55,28 @@ def test_verify_finds_a_row_right(number):
     check_by_verify(rows()[number])
 
 
-def refused():
+def each_of(refusals):
     """Each refusal with each of its levels, beside the first ones of the others."""
-    for refusal in REFUSED:
+    for refusal in refusals:
         first = {name: of[0] for name, of in refusal.levels.items()}
         each = ((name, level) for name, of in refusal.levels.items() for level in of)
         for levels in {tuple({**first, name: level}.items()): None for name, level in each}:
             yield Row(**dict(levels)), refusal.says
 
 
-@pytest.mark.parametrize(("row", "says"), list(refused()), ids=str)
+@pytest.mark.parametrize(("row", "says"), list(each_of(REFUSED)), ids=str)
 @pytest.mark.filterwarnings("ignore")
 def test_what_no_step_has_together_is_refused_before_it_compiles(row, says, compiled):
     with pytest.raises(ValueError, match=says):
         step, *args = untrained(row)
         step.trace(*args)
     assert "jit(step)" not in compiled
+
+
+@pytest.mark.parametrize(("row", "says"), list(each_of(LEFT_OUT)), ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_step_leaves_out_is_said(row, says, compiled):
+    with pytest.warns(UserWarning, match=says):
+        step, *args = untrained(row)
+        step.trace(*args)
+    assert re.search(says, repr(step))

@@ -1,10 +1,13 @@
 """order="layers": the numbers of microbatches in turn, each layer gathered once a step."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import zerojax
 from tests.collectives import collectives, scans_of
@@ -15,6 +18,7 @@ from zerojax.tools._forecast import presets as _presets
 
 LAYERS, DIM, TOKENS, ROWS = 3, 32, 8, 16
 DRAWN = jax.random.split(jax.random.key(11), 4)
+X = np.asarray(jax.random.normal(DRAWN[1], (ROWS, DIM)))
 
 
 def grad_of(loss, params, order, devices=4, **options):
@@ -167,3 +171,61 @@ def test_steps_for_gpus_keep_the_contract_of_one_microbatch():
         assert made[order].report.findings() == [] and made[order].accumulate == 4
     assert made["layers"].wire_bytes < 0.3 * made["microbatches"].wire_bytes
     assert "accumulate=4, order='layers'" in str(forecast)
+
+
+# -- losses whose microbatches cannot run side by side
+
+
+def scanned(p, x):
+    return jax.lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0]
+
+
+def at_times(p, x):
+    return jnp.mean(jax.lax.cond(p["w"].sum() < 9, scanned, lambda p, x: x, p, x))
+
+
+@jax.custom_vjp
+def own(p, x):
+    return scanned(p, x)
+
+
+own.defvjp(lambda p, x: jax.vjp(scanned, p, x), lambda pull, g: pull(g))
+
+
+def over_time(p, x):
+    step = lambda x, _: (x @ p["w"][0], None)
+    return jnp.mean(jax.lax.scan(step, x, None, length=2)[0])
+
+
+def in_a_python_loop(p, x):
+    for w in p["w"]:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x)
+
+
+INSIDE = r"a scan over stacked parameters is inside {}, whose microbatches cannot.*out of it, or"
+NO_LAYERS = r"the loss has no scan over stacked parameters. Stack the layers \(jax.lax.scan"
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (in_a_python_loop, NO_LAYERS),
+        (over_time, NO_LAYERS),
+        (at_times, INSIDE.format("cond")),
+        (lambda p, x: jnp.mean(own(p, x)), INSIDE.format(r"custom_vjp_call\w*")),
+    ],
+)
+def test_a_loss_without_such_layers_runs_one_microbatch_after_another(loss, why):
+    params = {"w": 0.1 * jax.random.normal(DRAWN[0], (3, DIM, DIM))}
+    make = lambda: TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    step = zerojax.train_step(loss, accumulate=2, order="layers")
+    with pytest.warns(UserWarning, match=f"order='layers' is left out: {why}"):
+        new, metrics = step(zerojax.shard_train_state(make), X)
+    assert re.search(f"order='layers' is left out: {why}", repr(step))
+    wanted = make().apply_gradients(grads=jax.grad(loss)(params, X))
+    assert_close(new.params, wanted.params, 1e-5)
+    assert float(metrics["loss"]) == pytest.approx(float(loss(params, X)), rel=1e-5)
+    backward = zerojax.train_step(loss, accumulate=2, order="layers", update="backward")
+    with pytest.raises(ValueError, match=rf"update='backward' of 2 microbatches .*{why}"):
+        backward(zerojax.shard_train_state(make), X)

@@ -112,36 +112,6 @@ def normalized(**placing):
     return use
 
 
-def layers(loss):
-    """Calls a step whose microbatches go through each layer together."""
-
-    def state():
-        params = {"w": jnp.ones((4, 64, 64))}
-        return zerojax.shard_train_state(zerojax.manual.ModuleState.create(params, optax.sgd(0.1)))
-
-    batch = np.ones((64, 64), np.float32)
-    return train(loss, batch, state=state, accumulate=2, order="layers")
-
-
-def scanned(p, x):
-    return jax.lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0]
-
-
-def at_times(p, x):
-    return jnp.mean(jax.lax.cond(x.sum() > 0, scanned, lambda p, x: x, p, x))
-
-
-def with_own_derivative(p, x):
-    run = jax.custom_vjp(scanned)
-    run.defvjp(lambda p, x: (scanned(p, x), p), lambda p, g: (p, g))
-    return jnp.mean(run(p, x))
-
-
-def over_time(p, x):
-    step = lambda x, _: (x @ p["w"][0], None)
-    return jnp.mean(jax.lax.scan(step, x, None, length=2)[0])
-
-
 IN_ANOTHERS_PLACE = [
     (lambda: STEP(BATCH, placed()), r"in the other order. Call step\(state, batch"),
     (lambda: STEP(placed()), r"called as step\(state, batch\).*argument: 'batch'"),
@@ -192,8 +162,6 @@ RETURNED = [
     (field(None, name="replace"), r"names 'replace', .* has a method,.*only arrays: 'c'\."),
     (field(None, c=(), name="tx"), r"This state has none .*: add one to its class"),
 ]
-INSIDE = r"inside {}, whose microbatches cannot.*Take the scan out.*order='microbatches'"
-NO_LAYERS = r"the loss has no scan over stacked parameters\. Stack the layers \(jax\.lax\.scan"
 WRONG = [
     (
         lambda: STEP(placed(), on_one(BATCH, 3)),
@@ -210,10 +178,6 @@ WRONG = [
     (train(state=lambda: {"params": pair()[0], "opt_state": ()}), r"a dict cannot carry its plan"),
     (of_other_plan, r"stage 3 on 8 devices.*stage 1 on 2.*plan.place"),
     (train(order="turn", accumulate=2), r"'microbatches' or 'layers', got 'turn'"),
-    (layers(lambda p, x: jnp.mean(x @ p["w"][0])), NO_LAYERS),
-    (layers(over_time), NO_LAYERS),
-    (layers(at_times), INSIDE.format("cond")),
-    (layers(with_own_derivative), INSIDE.format(r"custom_vjp_call\w*")),
 ]
 # All that the message says of a batch of 60 rows.
 SIXTY = (

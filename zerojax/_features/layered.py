@@ -46,6 +46,11 @@ from zerojax._loss.trace import as_one_device, typed
 # scans, where the engine finds them. The engine runs the result as any other loss, and each
 # microbatch computes what it would have computed by itself.
 
+
+class NoLayersError(Exception):
+    """Why the microbatches of a loss cannot run side by side."""
+
+
 MICROBATCH = "microbatch"  # the kind of a variable that differs by microbatch; see `pieces.py`
 Wrap = Callable[[Callable], Callable]  # goes around what a segment computes of one microbatch
 
@@ -56,18 +61,16 @@ def layered(
     """Returns the loss on all microbatches, from the loss on one, and its constants, which are its
     last inputs. The first `params` inputs of both are parameters; the arguments follow.
 
-    The result takes what differs by microbatch stacked, and returns all outputs stacked. Raises for
-    a loss without a loop over layers.
+    The result takes what differs by microbatch stacked, and returns all outputs stacked. Raises a
+    NoLayersError for a loss without a loop over layers.
     """
     count, roles = microbatches.count, microbatches.roles
     kinds = [WEIGHT] * params
     kinds += [CONST if role.kind == REPLICATED else MICROBATCH for role in roles]
     kinds += [CONST] * (len(loss.invars) - len(kinds))
     if not _has_layers(loss, kinds):
-        raise ValueError(
-            "order='layers' runs all microbatches of a layer before the next, and the loss has no "
-            "scan over stacked parameters. Stack the layers (jax.lax.scan, nn.scan), or use "
-            "order='microbatches'."
+        raise NoLayersError(
+            "the loss has no scan over stacked parameters. Stack the layers (jax.lax.scan, nn.scan)"
         )
 
     def of_all(*values: Array) -> list[Array]:
@@ -212,10 +215,9 @@ class _Layered:
         if name == "scan":
             return self.loop(eqn, kinds)
         if name not in _compat.REMAT:
-            raise ValueError(
-                f"order='layers' finds a scan over stacked parameters inside {name}, whose "
-                "microbatches cannot run side by side. Take the scan out of it, or use "
-                "order='microbatches'."
+            raise NoLayersError(
+                f"a scan over stacked parameters is inside {name}, whose microbatches cannot run "
+                "side by side. Take the scan out of it"
             )
         inner = _compat.inner_jaxpr(eqn)
 

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
+from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
 from zerojax._features import activations as _activations, rows as _rows
 from zerojax._features.host_state import are_found
 from zerojax._features.in_backward import InBackward, InLoop, LayerUpdate, NoGradientError
-from zerojax._features.layered import layered
+from zerojax._features.layered import NoLayersError, layered
 from zerojax._features.rolled import roll, unrolled
 from zerojax._features.speculate import stays
 from zerojax._kernel.body import How
@@ -29,9 +30,10 @@ from zerojax._loss.trace import TracedLoss, as_one_device
 from zerojax._plan.encodings import as_stored
 from zerojax._plan.plan import Plan
 from zerojax._step.parameter import StepParam, as_of, codecs_of
-from zerojax._step.step_options import LossOptions, how_on, precision_of
+from zerojax._step.step_options import MICROBATCHES, LossOptions, how_on, precision_of
 from zerojax._types import PyTree
 from zerojax._update.guess import Guess
+from zerojax._warn import warn
 
 Grads: TypeAlias = Sequence[Array | np.ndarray | None]
 Results: TypeAlias = tuple[
@@ -70,8 +72,8 @@ class Program(DeviceStep[StepParam]):
         loss, leaves = self.rolled.jaxpr, self.rolled.leaves
         axes, self.constants = plan.batch_axes, ()
         if options.is_layered:
-            inputs = len(leaves), self.microbatches, plan.mesh, axes
-            loss, self.constants = layered(loss, *inputs)
+            loss, self.constants = self.layered(loss, len(leaves))
+            options = self.options
         rules = [(as_of(path, self.precision), True) for path in self.rolled.named_after]
         rules += [(self.precision, False)] * len(self.rolled.own)
         common = {"accumulates": options.rounds > 1, "loops": bool(options.activations)}
@@ -82,12 +84,12 @@ class Program(DeviceStep[StepParam]):
         how = How(regather=False, prefetch=0)  # until it is known what backward updates
         super().__init__(loss, params, plan.mesh, axes, how, _rows.attach)
         if options.activations and not self.split.loops:
-            raise ValueError(
-                f"activations={options.activations} is for loops over layers, and the loss has no "
-                "scan of stacked parameters outside of jax.checkpoint. Stack the layers (nn.scan), "
-                "with jax.checkpoint around one and not around the loop, or leave it out."
+            self.leave_out(
+                f"activations={options.activations}",
+                "the loss has no scan of stacked parameters outside of jax.checkpoint. Stack the "
+                "layers (nn.scan), with jax.checkpoint around one and not around the loop",
             )
-        if backward:
+        if backward and options.rounds == 1:  # else its gradients are sums of microbatches
             self.update_in(backward)
         brings = any(leaf.is_on_host for leaf in plan.params)
         self.how = how_on(
@@ -104,6 +106,28 @@ class Program(DeviceStep[StepParam]):
         self.reached: set[str] = set()  # paths of parameters that backward has updated
         whole = enumerate(self.rolled.are_whole)
         self.normed = [k for k, is_whole in whole if is_whole and self.params[k].is_varied]
+
+    def layered(self, loss: Jaxpr, params: int) -> tuple[Jaxpr, Sequence[ArrayLike]]:
+        """Returns the loss on all microbatches and its constants; or the loss on one, which the
+        options then say."""
+        plan, options = self.plan, self.options
+        try:
+            return layered(loss, params, self.microbatches, plan.mesh, plan.batch_axes)
+        except NoLayersError as error:
+            if options.update == "backward":
+                raise ValueError(
+                    f"update='backward' of {options.accumulate} microbatches is for "
+                    f"order='layers', and {error}, or pass update='auto'."
+                ) from None
+            self.leave_out("order='layers'", f"{error}, or pass order='microbatches'")
+            self.options = dataclasses.replace(options, order=MICROBATCHES)
+            return loss, ()
+
+    def leave_out(self, option: str, why: str) -> None:
+        """Says that the step runs without an option, once and where the step is printed."""
+        text = f"{option} is left out: {why}"
+        self.rolled.told.append(text)
+        warn(f"{text}.")
 
     def update_in(self, backward: InBackward) -> None:
         """Has backward update the parameters that it can."""
