@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 import zerojax.nnx
+from tests.reference import assert_close
 from zerojax.checkpoint import export_safetensors
 
 TX = optax.sgd(1e-2)
@@ -239,3 +240,52 @@ def test_a_plan_says_why_a_frozen_matrix_has_no_codes(capsys):
     del params["up"], mask["up"]
     with pytest.raises(ValueError, match=r"in codes: .* heads, float32\[64, 4, 16\].*longer rows"):
         zerojax.quantized(TrainState.create(apply_fn=None, params=params, tx=tx))
+
+
+# -- gradients of each example, and two copies of parameters
+
+SQUARES = lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2)
+W = {"w": np.linspace(-1, 1, 64 * 15, dtype=np.float32).reshape(64, 15)}
+EXAMPLES = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+AS_ROWS = r"rows of its aux: losses, grads = jax.vmap\(jax.value_and_grad.*has_aux=True"
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (16, 1, 64)])
+def test_gradients_of_each_example_are_rows_of_aux(shape):
+    plan = zerojax.plan({"params": W})
+    of_one = zerojax.value_and_grad(SQUARES, plan)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        jax.vmap(of_one, (None, 0))(W, EXAMPLES.reshape(shape))
+    assert re.search(AS_ROWS, "".join(raised.value.__notes__))
+
+    def loss(params, batch):
+        losses, grads = jax.vmap(jax.value_and_grad(SQUARES), (None, 0))(params, batch)
+        return losses.mean(), grads
+
+    (_, each), grads = jax.jit(zerojax.value_and_grad(loss, plan, has_aux=True))(W, EXAMPLES)
+    assert_close(each, jax.vmap(jax.grad(SQUARES), (None, 0))(W, EXAMPLES), 1e-5)
+    assert_close(grads, jax.grad(SQUARES)(W, EXAMPLES), 1e-5)
+
+
+def test_lookahead_takes_the_gradients_of_its_fast_parameters():
+    both = optax.lookahead(optax.adam(0.1), sync_period=2, slow_step_size=0.5)
+    params = optax.LookaheadParams.init_synced(W)
+    fast = lambda params, x: SQUARES(params.fast, x)
+
+    def placed_with(tx):
+        return zerojax.shard_train_state(TrainState.create(apply_fn=None, params=params, tx=tx))
+
+    with pytest.raises(TypeError, match=r"tx.update\(grads.fast, \*others.*docs/recipes.md"):
+        zerojax.train_step(fast)(placed_with(both), EXAMPLES)
+    tx = optax.GradientTransformation(both.init, lambda g, *others: both.update(g.fast, *others))
+    state, step = placed_with(tx), zerojax.train_step(fast)
+    opt_state = both.init(params)
+    for _ in range(3):
+        state, _ = step(state, EXAMPLES)
+        updates, opt_state = both.update(
+            jax.grad(SQUARES)(params.fast, EXAMPLES), opt_state, params
+        )
+        params = optax.apply_updates(params, updates)
+    assert_close(zerojax.full_params(state), params, 1e-4)
+    with pytest.raises(ValueError, match=r"parameters in fast: pass all.* read params.fast, or"):
+        zerojax.value_and_grad(SQUARES, state.tx.plan)(state.params.fast, EXAMPLES)

@@ -456,6 +456,12 @@ def stored(value: Array) -> Array:
 # Whether a jitted function raises for a deleted array. Before, XLA crashes on several devices.
 REFUSES_DELETED = jax.__version_info__ >= (0, 12)
 
+
+def is_mapped(value: object) -> bool:
+    """Whether `jax.vmap` shows its function one example in place of this array."""
+    return type(value).__name__ == "BatchTracer"
+
+
 # -- error messages: what JAX and XLA say where
 
 OTHER_DEVICES = "incompatible devices"  # arrays are on other devices than the program

@@ -75,6 +75,13 @@ def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> 
             "others, such as a smaller last batch, call the step that it was compiled from, or "
             "compile that for them too: step.compile(state, batch)."
         )
+    if any(map(_compat.is_mapped, jax.tree.leaves(arguments))):
+        error.add_note(
+            "jax.vmap is around value_and_grad, which splits what it gets over the devices. For "
+            "the gradients of each example, have the loss return them as rows of its aux: "
+            "losses, grads = jax.vmap(jax.value_and_grad(loss_of_one), (None, 0))(params, batch); "
+            "return losses.mean(), grads; and pass has_aux=True."
+        )
     if plan is not None and _compat.OTHER_MESH in str(error):
         raise ValueError(
             f"jax.set_mesh has set a mesh {dict(jax.sharding.get_abstract_mesh().shape)}, and the "

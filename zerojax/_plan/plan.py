@@ -233,7 +233,7 @@ class Plan(Layout):
         have = {leaf.name: leaf.value for leaf in _state.leaves_of({_state.PARAMS: params})}
         paths = (leaf.path.partition("/") for leaf in self.params)  # "0/w" of a tuple's
         names = [f"{_state.PARAMS}{slash}{rest}" for _, slash, rest in paths]
-        _check_same(have, dict(zip(names, self.params, strict=True)))
+        _check_same(have, dict(zip(names, self.params, strict=True)), _if_a_part(have, names))
 
     def plot(self, path: str | None = None) -> Any:
         """Draws with matplotlib what each device has, the largest leaves first; saves to `path`."""
@@ -251,6 +251,17 @@ class Plan(Layout):
 
     def _repr_html_(self) -> str:
         return _show.plan_table(self)._repr_html_()
+
+
+def _if_a_part(have: Sequence[str], names: Sequence[str]) -> str | None:
+    """Returns the remedy if these are the parameters below one path, and not all of them."""
+    for part in dict.fromkeys(name.split("/")[1] for name in names):
+        if have and {f"params/{part}/{path.partition('/')[2]}" for path in have} <= {*names}:
+            return (
+                f"These are the parameters in {part}: pass all of them, as the plan has them, and "
+                f"have the loss read params.{part}, or params[{part!r}]."
+            )
+    return None
 
 
 def _check_same(

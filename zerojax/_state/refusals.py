@@ -275,7 +275,14 @@ def updated(update: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """Returns `update(*args)`; explains if it needs more, or updates a field of `mutable=` too."""
     try:
         return update(*args)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
+        if isinstance(args[1], _loaded("optax", "LookaheadParams")):
+            raise TypeError(
+                "optax.lookahead takes the gradients of its fast parameters, and a step has those "
+                "of all. Take these out before it: tx = optax.GradientTransformation(tx.init, "
+                "lambda grads, *others: tx.update(grads.fast, *others)), with the old tx on the "
+                "right; docs/recipes.md shows it."
+            ) from error
         if "__contains__" in str(error) and jax.tree_util.all_leaves(args[1:2]):
             raise TypeError(
                 "the parameters are one array, but flax's TrainState.apply_gradients looks for "
