@@ -1,5 +1,6 @@
 """Losses that close over arrays: elsewhere, sharded, or copies of parameters that rest padded."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -101,6 +102,87 @@ def test_a_copy_read_as_it_rests_is_told_of():
     with pytest.raises(Exception, match=r"expected to generate shape \(84, 13\)") as caught:
         zerojax.train_step(as_it_rests)(state, X)
     assert any("zerojax.unpad(state)" in note for note in caught.value.__notes__)
+
+
+class Teacher:
+    """An object that is no pytree, with a method as the loss."""
+
+    def __init__(self, params):
+        self.params = params
+
+    def loss(self, params, x):
+        return difference(x @ params["kernel"], self.params["kernel"].mean(0))
+
+
+def in_a_scan(held, params, x):
+    turn = lambda total, _: (total + of(held, params, x), None)
+    return jax.lax.scan(turn, 0.0, None, length=2)[0]
+
+
+def of(held, params, x):
+    return Teacher(held).loss(params, x)
+
+
+PADDED = r"closes over params/kernel of a placed .*shape \(84, 13\) and .* zerojax.unpad\(state\)"
+LOSSES = {
+    "a closure": lambda held: lambda params, x: of(held, params, x),
+    "a partial": lambda held: functools.partial(of, held),
+    "a method": lambda held: Teacher(held).loss,
+    "a pytree": lambda held: jax.tree_util.Partial(of, held),
+    "in a checkpoint": lambda held: jax.checkpoint(functools.partial(of, held)),
+    "in a jit": lambda held: jax.jit(functools.partial(of, held)),
+    "in a scan": lambda held: functools.partial(in_a_scan, held),
+    "computed": lambda held: lambda p, x: of(jax.tree.map(lambda leaf: 2 * leaf, held), p, x),
+}
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory):
+    """Of a teacher that rests padded: as it was placed, trained and restored."""
+    plan, path = zerojax.plan(make), tmp_path_factory.mktemp("teacher") / "state"
+    placed = plan.place(make)
+    mean_square = lambda p, x: jnp.mean((x @ p["kernel"] + p["bias"]) ** 2)
+    train = zerojax.train_step(mean_square, donate=False)
+    trained, _ = train(placed, X)
+    compiled, _ = train.compile(placed, X)(placed, X)
+    zerojax.save(path, trained)
+    return [placed, trained, compiled, zerojax.restore(path, like=plan)]
+
+
+@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES)
+def test_padded_parameters_that_a_loss_closes_over_are_refused(loss_of, teachers):
+    student = zerojax.shard_train_state(make)
+    for teacher in teachers:
+        for step in (zerojax.train_step, zerojax.eval_step):
+            with pytest.raises(ValueError, match=PADDED):
+                step(loss_of(teacher.params))(student, X)
+        with pytest.raises(ValueError, match=PADDED):
+            zerojax.value_and_grad(loss_of(teacher.params), teacher.tx.plan)(student.params, X)
+
+
+@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES)
+def test_their_logical_values_are_taken(loss_of, teachers):
+    teacher = teachers[1]
+    params = jax.tree.map(jnp.asarray, zerojax.full_params(teacher.params))
+    assert params["kernel"].shape == (84, 13), "of a part of a state, too"
+    wanted = float(loss_of(params)(make().params, X))
+    inside = lambda params, x: loss_of(zerojax.unpad(teacher).params)(params, x)
+    for loss in (loss_of(zerojax.unpad(teacher).params), inside):
+        metrics = zerojax.eval_step(loss)(zerojax.shard_train_state(make), X)
+        assert float(metrics["loss"]) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_two_states_take_turns_in_a_loop_of_the_users_own():
+    plan = zerojax.plan(make)
+
+    @jax.jit
+    def turn(student, teacher, x):
+        loss = functools.partial(of, zerojax.unpad(teacher).params)
+        return zerojax.value_and_grad(loss, plan)(student.params, x)[0]
+
+    student, teacher = plan.place(make), plan.place(jax.tree.map(lambda leaf: leaf + 1, make()))
+    wanted = of(zerojax.full_params(teacher), make().params, X)
+    assert float(turn(student, teacher, X)) == pytest.approx(float(wanted), rel=1e-5)
 
 
 def test_a_network_that_is_closed_over_may_go_into_a_function_with_its_own_derivative():

@@ -26,7 +26,7 @@ from zerojax._checkpoint import (
 )
 from zerojax._checkpoint.conversion import Conversion
 from zerojax._checkpoint.extras import Extras, Json
-from zerojax._plan.padding import Shape, padded_shapes
+from zerojax._plan.padding import Shape, padded_shapes, remember
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._run import agreement as _agreement
 from zerojax._state import refusals as _refusals, state as _state
@@ -174,7 +174,10 @@ def restore(
     handler = Handler(restore_concurrent_gb=_concurrent_gb(like))
     read = functools.partial(_matching.read, handler, directory, tree)
     values |= conversion.read(wanted, read) if conversion.is_needed else read(wanted)
-    return _matching.filled(like, values)
+    state = _matching.filled(like, values)
+    named = _state.leaves_with_paths(state) if shapes else ()
+    remember((leaf.value, leaf.name, shapes[leaf.name]) for leaf in named if leaf.name in shapes)
+    return state
 
 
 def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:

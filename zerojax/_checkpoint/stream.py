@@ -30,7 +30,7 @@ from zerojax._checkpoint.into_codes import as_weight
 from zerojax._checkpoint.names import Names, Source
 from zerojax._kernel.arrays import layer_of
 from zerojax._kernel.travel import Entry, names_in
-from zerojax._plan.padding import padded_param_shapes, unpadded, warn_of_ends
+from zerojax._plan.padding import padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.resharding import check_float, check_placed
 from zerojax._run import agreement as _agreement
@@ -69,7 +69,6 @@ def outgoing(
             f"there is nothing to {verb}: you passed a {type(state).__name__} without parameters. "
             "Pass a state, or a tree of parameters."
         )
-    warn_of_ends(leaves, state, plan)
     names = {} if names is None else names
     values, sizes, codings = {}, {}, {}
     for leaf, coding in zip(leaves, codings_of(tree), strict=True):

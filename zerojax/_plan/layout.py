@@ -12,7 +12,7 @@ from zerojax._kernel.places import Axes, Groups, LeafPlan, axes_size, beyond, by
 from zerojax._kernel.travel import names_in
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
-from zerojax._types import TreeDef
+from zerojax._types import Shape, TreeDef
 from zerojax._update.update import InParts, Part, Update, on_no_mesh
 
 
@@ -89,9 +89,15 @@ class Layout:
         return any(leaf.update.padding for leaf in self.leaves)
 
     @functools.cached_property
+    def rest_padded(self) -> list[tuple[int, str, Shape]]:
+        """The positions, paths and shapes of parameters, and of a state's own copies of them, that
+        are padded between steps."""
+        leaves = enumerate(self.leaves)
+        return [(at, x.path, x.shape) for at, x in leaves if x.rest.padding and x.kind != OPT_STATE]
+
+    @property
     def pads_params(self) -> bool:
-        """Whether parameters, or a state's own copies of them, are padded between steps."""
-        return any(leaf.rest.padding for leaf in self.leaves if leaf.kind != OPT_STATE)
+        return bool(self.rest_padded)
 
     @functools.cached_property
     def positions(self) -> dict[str, dict[str, int]]:

@@ -10,17 +10,21 @@ means depend on them.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Sharding
+from jax.core import Tracer
+from jax.extend.core import Jaxpr
 
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, computed_with, typed_as
+from zerojax._kernel.jaxprs import is_var
 from zerojax._kernel.places import LeafPlan
 from zerojax._plan import move as _move
 from zerojax._plan.layout import Layout
@@ -30,8 +34,10 @@ from zerojax._warn import warn
 
 _WARNED: list[str] = []  # the path that a warning has named: one warning in a process is enough
 
-# A leaf that a plan of this process pads, by the shape and sharding of its arrays.
-_LOOKS: dict[tuple[Shape, Sharding], LeafPlan] = {}
+# The arrays of placed states that rest padded, by their ids, paths and logical shapes.
+_RESTING: WeakValueDictionary[tuple[int, str, Shape], Array] = WeakValueDictionary()
+# The functions that drop padding, as jaxprs name them.
+DROP = frozenset({"logical_leaves", "_logical"})
 
 T = TypeVar("T", Array, np.ndarray)
 
@@ -164,47 +170,61 @@ def warn_of_padding(state: PyTree, plan: Layout) -> None:
     )
 
 
-def remember(plan: Layout) -> None:
-    """Keeps what the padded arrays of a plan look like, for parts of states, which have no plan."""
-    for leaf, place in zip(plan.leaves, plan.shardings, strict=True):
-        if leaf.rest.padding:
-            key = leaf.padded_shape, place
-            # Zeros after the longest of those that look alike are after each of them.
-            _LOOKS[key] = max(_LOOKS.get(key, leaf), leaf, key=lambda each: each.shape)
+def remember(arrays: Iterable[tuple[PyTree, str, Shape]]) -> None:
+    """Keeps which arrays rest padded, with their paths and logical shapes: parts of states do not
+    say it."""
+    for value, path, shape in arrays:
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+            _RESTING[id(value), path, shape] = value
 
 
-def warn_of_ends(leaves: Iterable[_state.Leaf], state: PyTree, plan: Layout | None) -> None:
-    """Warns of an array that looks padded by a plan of this process, but is in no known plan.
+def remember_state(state: PyTree, plan: Layout) -> None:
+    if plan.pads_params:
+        leaves = jax.tree.leaves(state)
+        remember((leaves[at], path, shape) for at, path, shape in plan.rest_padded)
 
-    It has the shape and sharding of an array that a plan pads, and zeros at its end. So may have
-    others, such as a bias that is not trained yet: an error would be too much. Processes may have
-    planned other states, and would not agree: with several, nothing is looked at.
-    """
-    layout = _carried.carried_plan(state) or plan
-    known = {_param_name(leaf) for leaf in (layout.params if layout else ())}
-    for leaf in leaves:
-        value = leaf.value
-        is_here = isinstance(value, jax.Array) and value.is_fully_addressable
-        if leaf.name in known or not is_here or not jnp.issubdtype(value.dtype, jnp.number):
+
+def resting(value: PyTree) -> tuple[str, Shape] | None:
+    """Returns the path and the logical shape of an array that rests padded in some state."""
+    known = _RESTING.items() if isinstance(value, jax.Array) else ()
+    return next(((path, shape) for (_, path, shape), array in known if array is value), None)
+
+
+def resting_shapes(tree: PyTree, but: Container[str] = ()) -> dict[str, Shape]:
+    """Returns the logical shapes of arrays of a tree that rest padded in some state, by name."""
+    leaves = (leaf for leaf in _state.leaves_with_paths(tree) if leaf.name not in but)
+    pairs = ((leaf.name, resting(leaf.value)) for leaf in leaves)
+    return {name: known[1] for name, known in pairs if known}
+
+
+def check_closed_over(jaxpr: Jaxpr, values: Sequence[PyTree]) -> None:
+    """Raises for a loss that reads what rests padded in some state as it rests. The last inputs of
+    its jaxpr are the `values` that it closes over."""
+    inputs = jaxpr.invars[len(jaxpr.invars) - len(values) :]
+    if _RESTING and (read := _as_it_rests(jaxpr, zip(inputs, map(resting, values), strict=True))):
+        path, shape = read
+        raise ValueError(
+            f"the loss closes over {path} of a placed state, which has the shape {shape} and rests "
+            "padded. Close over zerojax.unpad(state) of that state, or place it with pad=False."
+        )
+
+
+def _as_it_rests(jaxpr: Jaxpr, known: Iterable[tuple[Any, Any]]) -> Any:
+    """Returns what is known of the first variable that is read for more than its logical part."""
+    facts = {v: fact for v, fact in known if fact}
+    for eqn in jaxpr.eqns:
+        operands = [facts.get(v) if is_var(v) else None for v in eqn.invars]
+        if eqn.params.get("name") in DROP:
             continue
-        like = _LOOKS.get((value.shape, value.sharding))
-        if like is not None and not _move.to_host(_has_end(value, like.shape)):
-            warn(
-                f"{leaf.name} {value.shape} ends in zeros, and is placed as {like.path} of a state "
-                f"is, which is {like.shape} and rests padded. If these zeros are padding, they "
-                "leave too: pass the state, or plan= with all parameters, or take a part of them "
-                "from zerojax.unpad(state).params (for nnx, state = zerojax.nnx.state(model, "
-                "optimizer))."
-            )
-
-
-@functools.partial(jax.jit, static_argnums=1)
-@auto_axes()
-def _has_end(value: Array, shape: Shape) -> Array:
-    """Whether something follows an array of this shape but zeros."""
-    value = _compat.fetched(computed_with(value))
-    dim = next(d for d, n in enumerate(shape) if n < value.shape[d])
-    return jnp.any(jax.lax.slice_in_dim(value, shape[dim], None, axis=dim))
+        bodies = _compat.closed_jaxprs(eqn)
+        read = None if bodies else next(filter(None, operands), None)
+        for body, consts in bodies:  # of a `cond`, the predicate comes first
+            pairs = zip(reversed(body.invars), reversed(operands), strict=False)
+            constants = zip(body.constvars, map(resting, consts), strict=True)
+            read = read or _as_it_rests(body, itertools.chain(pairs, constants))
+        if read:
+            return read
+    return None
 
 
 def padded_shapes(tree: PyTree, plan: Any = None) -> dict[str, Shape]:
@@ -234,11 +254,8 @@ def padded_param_shapes(params: PyTree, state: PyTree, plan: Any = None) -> dict
         plan.check_params(params)
         layout = plan
     leaves = [] if layout is None else layout.params
-    return _padded(params, {_param_name(leaf): leaf for leaf in leaves})
-
-
-def _param_name(leaf: LeafPlan) -> str:
-    return leaf.path.partition("/")[2]
+    planned = {leaf.path.partition("/")[2]: leaf for leaf in leaves}
+    return resting_shapes(params, but=planned) | _padded(params, planned)
 
 
 def _has_plan(node: object) -> bool:

@@ -52,7 +52,6 @@ class Plan(Layout):
             jax.ShapeDtypeStruct(leaf.padded_shape, leaf.dtype, sharding=sharding)
             for leaf, sharding in zip(self.leaves, self.shardings, strict=True)
         ]
-        _padding.remember(self)
         return _carried.carry_plan(self.treedef.unflatten(structs), self)
 
     def place(self, state: PyTree) -> PyTree:
@@ -86,7 +85,7 @@ class Plan(Layout):
                 for value, leaf, sharding in zip(values, self.leaves, self.shardings, strict=True)
             ]
             placed = _carried.carry_plan(treedef.unflatten(arrays), self)
-        _padding.remember(self)
+        _padding.remember_state(placed, self)
         _padding.warn_of_padding(placed, self)
         return placed
 
@@ -253,7 +252,7 @@ class Plan(Layout):
         return _show.plan_table(self)._repr_html_()
 
 
-def _if_a_part(have: Sequence[str], names: Sequence[str]) -> str | None:
+def _if_a_part(have: Mapping[str, PyTree], names: Sequence[str]) -> str | None:
     """Returns the remedy if these are the parameters below one path, and not all of them."""
     for part in dict.fromkeys(name.split("/")[1] for name in names):
         if have and {f"params/{part}/{path.partition('/')[2]}" for path in have} <= {*names}:

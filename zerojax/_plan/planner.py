@@ -358,7 +358,7 @@ def full_params(state: PyTree, plan: Plan | None = None) -> PyTree:
         check_plan(plan, "plan=")
     params = _state.params_in(state)
     if params is state and plan is None:  # parameters, or several states in one tree
-        shapes = _padding.padded_shapes(params)
+        shapes = _padding.resting_shapes(params) | _padding.padded_shapes(params)
     else:
         shapes = _padding.padded_param_shapes(params, state, plan)
     _agree_on_leaves("zerojax.full_params", leaves := _state.leaves_with_paths(params))

@@ -18,7 +18,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 
 from zerojax._loss import arguments as _arguments
-from zerojax._plan import move as _move
+from zerojax._plan import move as _move, padding as _padding
 from zerojax._plan.plan import Plan
 from zerojax._run import programs as _programs
 from zerojax._run.agreement import Known
@@ -94,12 +94,12 @@ class CompiledStep:
 
 
 def at_rest(results: PyTree, plan: Plan | None) -> PyTree:
-    """Returns `(state, metrics)` where each array of the state says that it is where it is.
+    """Returns `(state, metrics)` where each array of the state says that it is where it is, and
+    padded ones are known.
 
     On meshes with Auto and Explicit axes, JAX says "device" of arrays that are in host memory.
     """
-    places = plan.shardings if plan is not None and plan.offloads else []
-    if not places or not isinstance(results, tuple) or len({*places[0].mesh.axis_types}) == 1:
+    if plan is None or not isinstance(results, tuple):
         return results
 
     def named(leaf: PyTree, place: NamedSharding) -> PyTree:
@@ -108,9 +108,12 @@ def at_rest(results: PyTree, plan: Plan | None) -> PyTree:
         parts = [shard.data for shard in leaf.addressable_shards]
         return jax.make_array_from_single_device_arrays(leaf.shape, place, parts)
 
-    leaves, treedef = jax.tree.flatten(results[0])
-    leaves = [named(*each) for each in zip(leaves, places, strict=True)]
-    return treedef.unflatten(leaves), *results[1:]
+    state, *metrics = results
+    if plan.offloads and len({*plan.mesh.axis_types}) > 1:
+        leaves, treedef = jax.tree.flatten(state)
+        state = treedef.unflatten(map(named, leaves, plan.shardings))
+    _padding.remember_state(state, plan)
+    return state, *metrics
 
 
 def load_step(path: str | os.PathLike[str], step: Any, *args: PyTree) -> Any:

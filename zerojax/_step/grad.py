@@ -205,6 +205,7 @@ def _program(
 
     ways = plan.size * options.accumulate
     traced = trace(ways)
+    _padding.check_closed_over(traced.jaxpr, traced.closed_over)
     _mean.check_gradients(traced.jaxpr, plan.mesh, plan.batch_axes)
     if plan.size > 1 and options.differentiates and options.batch_specs is None:
         _warn_of_whole(traced, roles, plan, trace)
