@@ -95,8 +95,10 @@ def test_files_hold_arrays_without_padding_and_are_read_into_padded_shards(tmp_p
         params = import_safetensors(tmp_path / "c", like=like)
         assert_equal_bits(params, state.params)
         assert [s.data.shape for s in params["v"].addressable_shards] == [(13, 5)] * 8
+    assert_equal_bits(import_safetensors(tmp_path / "c", like=state.params), state.params)
+    computed = jax.tree.map(lambda x: 2 * x, state.params)
     with pytest.raises(ValueError, match=r"v: \[13, 33\] saved, \[13, 40\] wanted.*like="):
-        import_safetensors(tmp_path / "c", like=state.params)
+        import_safetensors(tmp_path / "c", like=computed)
     with pytest.raises(ValueError, match=r"params/scale is missing from the state"):
         export_safetensors(tmp_path / "d", {"w": state.params["w"]}, plan=tupled)
 

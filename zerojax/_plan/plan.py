@@ -254,7 +254,7 @@ class Plan(Layout):
 
 def _if_a_part(have: Mapping[str, PyTree], names: Sequence[str]) -> str | None:
     """Returns the remedy if these are the parameters below one path, and not all of them."""
-    for part in dict.fromkeys(name.split("/")[1] for name in names):
+    for part in dict.fromkeys(name.partition("/")[2].partition("/")[0] for name in names):
         if have and {f"params/{part}/{path.partition('/')[2]}" for path in have} <= {*names}:
             return (
                 f"These are the parameters in {part}: pass all of them, as the plan has them, and "

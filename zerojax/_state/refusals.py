@@ -304,7 +304,7 @@ def updated(update: Callable[..., PyTree], *args: PyTree) -> PyTree:
         raise
 
 
-def _missing(error: TypeError, kind: str = r"[\w-]+") -> list[str]:
+def _missing(error: Exception, kind: str = r"[\w-]+") -> list[str]:
     """Returns the names of the arguments that Python says a call lacks."""
     message = re.search(rf"missing \d+ required {kind} arguments?: (.+)", str(error))
     return re.findall(r"'(\w+)'", message[1]) if message else []
