@@ -4,14 +4,21 @@ The signature, the help and the checks of each function that takes them, and the
 command line, are made from the fields: to add an option, add a field.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import inspect
+import numbers
+import pathlib
 import re
+import reprlib
 import textwrap
+import traceback
+import types
+import typing
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from zerojax._deprecations import arguments
@@ -24,6 +31,7 @@ R = TypeVar("R")
 P = ParamSpec("P")
 HERE = "{options}"  # where a docstring gets the help of the options
 WIDTH = 96
+PACKAGE = str(pathlib.Path(__file__).parent)
 _TAKEN_BY: dict[str, dict[str, None]] = defaultdict(dict)  # the functions that take an option
 
 
@@ -51,6 +59,96 @@ class Options:
                 raise TypeError(f"{field.name}={value!r} must be True or False.")
             if check := field.metadata.get("check"):
                 object.__setattr__(self, field.name, check(value))
+
+
+# [Note: arguments of other types]
+# A signature says what a function takes, and Python takes anything. So where a call fails in the
+# words of Python or of another library, the first argument of another type than its signature has
+# is named. Errors that zerojax itself raises say more, and stay. Calls that succeed pay nothing.
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Names the argument of another type, where a public function fails: see the note."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **named: P.kwargs) -> R:
+        with _named_types(signature, args, named):
+            return function(*args, **named)
+
+    return call
+
+
+@contextlib.contextmanager
+def _named_types(
+    signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]
+) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        if frame.filename.startswith(PACKAGE) and (frame.line or "").startswith("raise"):
+            raise
+        try:
+            bound = signature.bind(*args, **named).arguments
+        except TypeError:  # Python's own error says which argument is missing, or one too many
+            raise error from None
+        for name, value in bound.items():
+            parameter = signature.parameters[name]
+            every = value if parameter.kind is parameter.VAR_KEYWORD else {name: value}
+            for key, each in {} if parameter.kind is parameter.VAR_POSITIONAL else every.items():
+                if not _is_of(each, parameter.annotation):
+                    meant = " or ".join(_meant(parameter.annotation))
+                    raise TypeError(f"{key}={reprlib.repr(each)} must be {meant}.") from error
+        raise
+
+
+# What to pass for a type, by its name.
+MEANT = {
+    "bool": "True or False",
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "NoneType": "None",
+    "Callable": "a function",
+    "Mapping": "a dict",
+    "Sequence": "a sequence",
+    "Collection": "a collection",
+    "PathLike": "a path",
+    "type": "a type",
+    "Device": "a device of jax.devices()",
+    "Mesh": "a mesh, as zerojax.mesh() makes one",
+    "Plan": "a plan, as zerojax.plan(state, stage=3) makes one",
+    "GradientTransformation": "an optimizer, such as optax.adam(1e-3)",
+    "Module": "a model, a nnx.Module",
+    "Optimizer": "its optimizer, nnx.Optimizer(model, tx, wrt=nnx.Param)",
+    "State": "what zerojax.nnx.state(model, optimizer) returns",
+    "Step": "a step, as zerojax.train_step(loss_fn) makes one",
+}
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind in (types.UnionType, typing.Union):
+        return any(_is_of(value, part) for part in parts)
+    if not isinstance(kind, type) or kind in (Any, inspect.Parameter.empty):  # or a variable
+        return True
+    if getattr(kind, "_is_protocol", False) and kind is not Callable:
+        return all(hasattr(value, name) for name in vars(kind) if not name.startswith("_"))
+    if kind in (int, float):
+        return isinstance(value, numbers.Integral if kind is int else numbers.Real)
+    if not isinstance(value, kind) or (kind is not str and isinstance(value, str)):
+        return False
+    if issubclass(kind, Mapping) and parts:
+        return all(_is_of(key, parts[0]) and _is_of(of, parts[1]) for key, of in value.items())
+    of_each = issubclass(kind, Collection) and len(parts) == 1
+    return not of_each or all(_is_of(each, parts[0]) for each in value)
+
+
+def _meant(hint: Any) -> list[str]:
+    kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind in (types.UnionType, typing.Union):
+        return list(dict.fromkeys(text for part in parts for text in _meant(part)))
+    text = MEANT.get(name := getattr(kind, "__name__", str(kind)), f"a {name}")
+    return [f"{text} of {MEANT[parts[0].__name__][2:]}s" if parts in ((str,), (int,)) else text]
 
 
 class _Takes(Protocol[P, S]):
@@ -96,7 +194,8 @@ def takes(options: Callable[P, S]) -> _Takes[P, S]:
                     meant = f" {unknown[0]}= is an option of {' and '.join(others[:2])}."
                 raise TypeError(f"{function.__name__}: {error}.{meant}") from None
             own_values = {p.name: values.pop(p.name) for p in own if p.name in values}
-            return function(**own_values, **{last.name: make(**values)})
+            with _named_types(signature, args, named):
+                return function(**own_values, **{last.name: make(**values)})
 
         call.__signature__, call.options = signature, options  # type: ignore
         call.__doc__ = _with_help(function.__doc__ or "", options)

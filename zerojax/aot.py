@@ -21,6 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
+from zerojax._declared import checked
 from zerojax._loss import batch as _batch
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
@@ -43,6 +44,7 @@ TPU_ENVIRONMENT = {
 }
 
 
+@checked
 def mesh(
     gpus: str,
     shape: Sequence[int] | None = None,
@@ -94,6 +96,7 @@ def mesh(
     return Mesh(devices, names, axis_types=types)
 
 
+@checked
 def batch(shapes: PyTree, plan: Plan, *, batch_specs: PyTree = None) -> PyTree:
     """Makes `jax.ShapeDtypeStruct`s of a global batch, sharded along their first dimension.
 
@@ -204,6 +207,7 @@ def check_packages() -> None:
         )
 
 
+@checked
 def install_command(cuda: str = "cuda13") -> str:
     """Returns the command that installs the compiler for GPUs: 0.7 GB, without CUDA libraries.
 

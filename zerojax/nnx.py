@@ -32,23 +32,47 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax._axis_types import NO_MESH, seen_as
-from zerojax._declared import Options, option, takes
+from zerojax._declared import Options, checked, option, takes
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.trace import split_aux
 from zerojax._plan import move as _move, planner as _planner, quantize as _quantize
 from zerojax._plan.plan_options import PlanOptions
 from zerojax._state import carried as _carried, nnx_state as _nnx_state, refusals as _refusals
-from zerojax._state.nnx_state import (
-    State as State,
-    merge as merge,
-    state as state,
-    update as update,
-)
+from zerojax._state.nnx_state import State as State
 from zerojax._state.nnx_structure import Structure
 from zerojax._state.state import NNX_FIELDS, state_of
 from zerojax._step import step as _step
 from zerojax._step.step_options import LossOptions, StepOptions
 from zerojax._types import PyTree, is_key, kinds_of
+
+state = checked(_nnx_state.state)
+update = checked(_nnx_state.update)
+
+
+@checked
+def merge(state: State, params: PyTree) -> nnx.Module:
+    """Returns a new model with these parameters, and copies of the state's other variables.
+
+    To generate while the model trains, with parameters that stay where they are used, merge
+    `zerojax.resharded(state)`.
+
+    Example:
+        >>> import zerojax.nnx
+        >>> from flax import nnx
+        >>> model = nnx.Linear(64, 16, rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        >>> state = zerojax.nnx.state(*zerojax.nnx.shard(model, optimizer, stage=3))
+        >>> print(zerojax.nnx.merge(state, zerojax.resharded(state))(jnp.ones((1, 64))).shape)
+        (1, 16)
+    """
+    values = jax.tree.map(jnp.copy, state.variables["values"])
+    try:
+        return nnx.merge(state.variables["graphdef"], params, values)
+    except ValueError as error:
+        raise ValueError(
+            f"params= are not the parameters of the model in state= ({error}). Pass state.params, "
+            "or what zerojax.unpad, resharded or dequantized makes of them."
+        ) from error
 
 
 def _optimizer(optimizer: object) -> object:
@@ -124,6 +148,7 @@ def _renew(model: nnx.Module, optimizer: nnx.Optimizer, tx: optax.GradientTransf
     optimizer.opt_state = like.opt_state
 
 
+@checked
 def quantized(
     model: nnx.Module,
     optimizer: nnx.Optimizer,

@@ -363,7 +363,7 @@ def test_integers_of_others_rest_and_travel_as_they_are():
 
 def test_what_the_optimizer_updates_is_not_put_into_codes():
     trained = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"found no frozen matrix\. Pass where="):
+    with pytest.raises(ValueError, match=r"found no frozen matrix in the state\. Pass where="):
         zerojax.quantized(trained)
     with pytest.raises(ValueError, match=r"params/base/w rests as nf4 .*Freeze it, as in optax"):
         zerojax.plan(zerojax.quantized(trained, where="base/w"), stage=3)

@@ -24,6 +24,7 @@ from zerojax._checkpoint.into_codes import as_weight, encoding
 from zerojax._checkpoint.names import Names, dotted
 from zerojax._checkpoint.stream import Outgoing, outgoing
 from zerojax._checkpoint.tensor_files import DTYPES, NO_TENSOR, FileTensor, Written, some
+from zerojax._declared import checked
 from zerojax._plan import move as _move
 from zerojax._plan.kept import MasterState, SplitState
 from zerojax._plan.padding import padded, padded_param_shapes, unpadded
@@ -35,6 +36,7 @@ from zerojax._state.state import Leaf
 from zerojax._types import PyTree, Shape
 
 
+@checked
 def export_safetensors(
     path: str | os.PathLike,
     params: PyTree,
@@ -94,6 +96,7 @@ def export_safetensors(
         _files.raise_together(None)  # no process continues before the files are there
 
 
+@checked
 def import_safetensors(
     path: str | os.PathLike,
     like: PyTree,
@@ -273,9 +276,10 @@ def _exported(
                 "it another name in names=."
             )
         if str(struct.dtype) not in DTYPES.values():
+            named = ", ".join(one.leaf for one in parts) or "params"
             raise TypeError(
-                f"{', '.join(one.leaf for one in parts)} is {struct.dtype}, which safetensors does "
-                "not know. Cast it or leave it out."
+                f"{named} is {struct.dtype}, which safetensors does not know. Cast it or leave it "
+                "out."
             )
     return {
         name: (tensor.struct, functools.partial(_assembled, tensor, values))

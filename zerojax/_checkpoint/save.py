@@ -26,6 +26,7 @@ from zerojax._checkpoint import (
 )
 from zerojax._checkpoint.conversion import Conversion
 from zerojax._checkpoint.extras import Extras, Json
+from zerojax._declared import checked
 from zerojax._plan.padding import Shape, padded_shapes, remember
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._run import agreement as _agreement
@@ -62,6 +63,7 @@ class Args(ocp.args.PyTreeSave):
     """Orbax's arguments of a save; Orbax finds the handler by their type."""
 
 
+@checked
 def save(
     path: str | os.PathLike,
     state: PyTree,
@@ -112,6 +114,7 @@ def save(
             checkpointer.save(target, args=args)
 
 
+@checked
 def restore(
     path: str | os.PathLike,
     like: PyTree,
@@ -180,6 +183,7 @@ def restore(
     return state
 
 
+@checked
 def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
     """Reads `step`, `rng`, `data` and `metadata`, which were saved with a state.
 

@@ -28,6 +28,7 @@ from zerojax._axis_types import auto_axes, auto_mesh, computed_with, typed
 from zerojax._checkpoint import names as _names
 from zerojax._checkpoint.into_codes import as_weight
 from zerojax._checkpoint.names import Names, Source
+from zerojax._declared import checked
 from zerojax._kernel.arrays import layer_of
 from zerojax._kernel.travel import Entry, names_in
 from zerojax._plan.padding import padded_param_shapes, unpadded
@@ -107,6 +108,7 @@ def _dtype(value: PyTree) -> np.dtype:
     return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
 
 
+@checked
 def stream(
     state: PyTree,
     *,

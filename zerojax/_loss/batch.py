@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat, _fingerprint
+from zerojax._declared import checked
 from zerojax._kernel.places import axes_size
 from zerojax._loss import fields as _fields
 from zerojax._loss.arguments import find_plan
@@ -313,6 +314,7 @@ class Microbatches:
 # -- batches that a user loads
 
 
+@checked
 def shard_batch(
     batch: PyTree,
     mesh: Mesh | None = None,
@@ -374,6 +376,7 @@ def _agree_on_rows(rows: str, places: str, mesh: Mesh) -> None:
     _agreement.agree("shard_batch", lambda: items, mesh, ordered=False)
 
 
+@checked
 def process_slice(
     rows: int,
     mesh: Mesh | None = None,

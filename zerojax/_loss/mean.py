@@ -27,6 +27,16 @@ MEAN, COUNT, SUM = "zerojax_mean", "zerojax_count", "zerojax_sum"
 AXES: ContextVar[tuple[str, ...]] = ContextVar("axes", default=())
 
 
+def _as_array(name: str, value: ArrayLike | None) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"zerojax.mean takes an array, got a {type(value).__name__}. Pass one array as "
+            f"{name}=, with a value for each example or token."
+        ) from None
+
+
 def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
     """Returns the mean of `values` over the global batch; with a mask, over its true elements.
 
@@ -41,15 +51,11 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
         >>> print(zerojax.mean(jnp.array([1.0, 2.0, 9.0]), where=jnp.array([True, True, False])))
         1.5
     """
-    if values is None or isinstance(values, str | dict):
-        raise TypeError(
-            f"zerojax.mean takes an array, got a {type(values).__name__}. Pass one array, with a "
-            "value for each example or token."
-        )
-    values = jnp.asarray(values)
+    values, mask = _as_array("values", values), jnp.ones((), bool)
+    if where is not None:
+        mask = _as_array("where", where)
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         values = values.astype(wide(values.dtype))
-    mask = jnp.ones((), bool) if where is None else jnp.asarray(where)
     if jnp.issubdtype(mask.dtype, jnp.inexact):
         raise TypeError(
             f"zerojax.mean(values, where=mask): the mask is of dtype {mask.dtype}, and where= "

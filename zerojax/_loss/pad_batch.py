@@ -10,11 +10,13 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from zerojax._declared import checked
 from zerojax._loss import batch as _batch
 from zerojax._state import refusals as _refusals
 from zerojax._types import PyTree
 
 
+@checked
 def pad_batch(
     batch: PyTree,
     mesh: Mesh | None = None,

@@ -12,6 +12,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from zerojax import _compat
+from zerojax._declared import checked
 from zerojax._kernel.device import wide
 from zerojax._plan import encodings as _encodings, optimizer as _optimizer
 from zerojax._plan.precision import (
@@ -37,6 +38,7 @@ class MasterState(NamedTuple):
     inner: PyTree
 
 
+@checked
 def master_weights(
     tx: optax.GradientTransformation, dtype: DTypeLike | None = "float32"
 ) -> optax.GradientTransformationExtraArgs:
@@ -192,6 +194,7 @@ class CodedState(NamedTuple):
     scales: PyTree
 
 
+@checked
 def narrow_moments(
     tx: optax.GradientTransformation, dtype: DTypeLike = "bfloat16"
 ) -> optax.GradientTransformationExtraArgs:

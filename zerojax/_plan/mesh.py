@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from zerojax import _compat
+from zerojax._declared import checked
 from zerojax._kernel.places import Axes, as_names
 from zerojax._run import processes as _processes
 from zerojax._types import Device
@@ -41,6 +42,7 @@ def current() -> Mesh | None:
     return None if mesh.empty else mesh
 
 
+@checked
 def mesh(**sizes: int) -> Mesh:
     """Makes a mesh of several levels, such as `mesh(node=4, gpu=8)`, the innermost last.
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax import _fingerprint, _readings
 from zerojax._axis_types import carried_mesh, with_auto_axes
-from zerojax._declared import takes
+from zerojax._declared import checked, takes
 from zerojax._kernel import places as _places
 from zerojax._kernel.places import Axes, Groups, LeafPlan, Placement, chosen_groups, leaf_at
 from zerojax._kernel.travel import names_in
@@ -297,6 +297,7 @@ def shard_train_state(state_or_fn: PyTree, options: StateOptions) -> PyTree:
     return plan(state_or_fn, **vars(options)).place(state_or_fn)
 
 
+@checked
 def unpad(state: PyTree, plan: Plan | None = None) -> PyTree:
     """Returns a placed state without its padding, to apply a model to its parameters yourself.
 
@@ -338,6 +339,7 @@ def _agree_on_leaves(call: str, leaves: Sequence[Leaf]) -> None:
     _agreement.agree(call, lambda: {"the leaves": "\n".join(lines)})
 
 
+@checked
 def full_params(state: PyTree, plan: Plan | None = None) -> PyTree:
     """Returns the parameters as numpy arrays on the host, moved there one leaf at a time.
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from zerojax._declared import checked
 from zerojax._plan import optimizer as _optimizer
 from zerojax._plan.precision import is_float
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
@@ -24,6 +25,7 @@ from zerojax._state.state import PARAMS, Leaf
 from zerojax._types import PyTree
 
 
+@checked
 def quantized(
     state: PyTree, codes: str = "nf4", *, where: str | None = None, block: int = 64
 ) -> PyTree:
@@ -122,9 +124,9 @@ def _codings(state: PyTree, params: PyTree, coding_of, where: str | None) -> dic
         )
     if not found:
         raise ValueError(
-            "zerojax.quantized found no frozen matrix. Pass where=, a pattern of their paths, or "
-            "an optimizer that reads no gradient of some: optax.selective_transform(tx, "
-            "freeze_mask=...), with clips inside of tx."
+            "zerojax.quantized found no frozen matrix in the state. Pass where=, a pattern of "
+            "their paths, or an optimizer that reads no gradient of some: "
+            "optax.selective_transform(tx, freeze_mask=...), with clips inside of tx."
         )
     return found
 

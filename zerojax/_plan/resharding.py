@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, auto_mesh, computed_with, typed
+from zerojax._declared import checked
 from zerojax._kernel.places import Placement, as_names, axes_size, beyond
 from zerojax._kernel.travel import names_in
 from zerojax._plan.padding import padded_param_shapes, unpadded
@@ -28,6 +29,7 @@ from zerojax._types import PyTree, Shape
 from zerojax._wire import codecs as _codecs
 
 
+@checked
 def resharded(
     state: PyTree,
     over: str | Sequence[str] = (),

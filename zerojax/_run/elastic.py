@@ -12,6 +12,7 @@ from typing import TypeVar
 from jax.extend import backend
 
 from zerojax import _compat
+from zerojax._declared import checked
 from zerojax._run import processes as _processes
 
 Result = TypeVar("Result")
@@ -20,6 +21,7 @@ MEETING = 60_000  # milliseconds for the first process to name an address
 COLLECTIONS = 4  # as in JAX itself: objects that one frees let the next free more
 
 
+@checked
 def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
     """Runs `train`, and runs it again with the remaining processes whenever some are lost.
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import jax
 
 from zerojax import _compat
+from zerojax._declared import checked
 from zerojax._run import agreement as _agreement, programs as _programs
 from zerojax._warn import warn
 
@@ -40,6 +41,7 @@ PREEMPTED = 128 + signal.SIGTERM  # the status of a process that has saved, as o
 EXITING = 1.0
 
 
+@checked
 def initialize(
     coordinator_address: str | None = None,
     num_processes: int | None = None,

@@ -97,6 +97,10 @@ class State(TrainState):
 
 def state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
     """Returns the arrays of a model and its optimizer as one state, for `zerojax.save`."""
+    if not isinstance(model, nnx.Pytree):
+        raise TypeError(
+            f"model is a {type(model).__name__}. Pass a nnx.Module, then its optimizer."
+        )
     return nnx.as_pure(with_variables(model, optimizer))
 
 
@@ -195,17 +199,6 @@ def _has_objects(tree: PyTree) -> bool:
         isinstance(one, of_nnx) or (isinstance(one, type) and issubclass(one, nnx.Pytree))
         for one in leaves
     )
-
-
-def merge(state: State, params: PyTree) -> nnx.Module:
-    """Returns a new model with these parameters, and copies of the state's other variables.
-
-    To generate while the model trains, with parameters that stay where they are used:
-    `zerojax.nnx.merge(state, zerojax.resharded(state))` of `state = zerojax.nnx.state(model,
-    optimizer)`.
-    """
-    values = jax.tree.map(jnp.copy, state.variables["values"])
-    return nnx.merge(state.variables["graphdef"], params, values)
 
 
 def with_variables(model: nnx.Module, optimizer: nnx.Optimizer) -> State:

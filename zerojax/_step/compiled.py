@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 
+from zerojax._declared import checked
 from zerojax._loss import arguments as _arguments
 from zerojax._plan import move as _move, padding as _padding
 from zerojax._plan.plan import Plan
@@ -109,13 +110,14 @@ def at_rest(results: PyTree, plan: Plan | None) -> PyTree:
         return jax.make_array_from_single_device_arrays(leaf.shape, place, parts)
 
     state, *metrics = results
-    if plan.offloads and len({*plan.mesh.axis_types}) > 1:
+    if plan.offloads and len({*(plan.given_mesh or plan.mesh).axis_types}) > 1:
         leaves, treedef = jax.tree.flatten(state)
         state = treedef.unflatten(map(named, leaves, plan.shardings))
     _padding.remember_state(state, plan)
     return state, *metrics
 
 
+@checked
 def load_step(path: str | os.PathLike[str], step: Any, *args: PyTree) -> Any:
     """Loads a step that `step.compile(...).save(path)` has written.
 
@@ -141,6 +143,10 @@ def load_step(path: str | os.PathLike[str], step: Any, *args: PyTree) -> Any:
         >>> step.compile(state, batch).save("step.bin")  # doctest: +SKIP
         >>> step = zerojax.load_step("step.bin", step, state, batch)  # doctest: +SKIP
     """
+    if not hasattr(step, "load"):
+        raise TypeError(
+            f"step={step!r} is no step. Pass the one that you compiled, of zerojax.train_step."
+        )
     return step.load(path, *args)
 
 

@@ -62,7 +62,7 @@ class QuantizedWire:
     block: int = 256
 
     def __post_init__(self) -> None:
-        if self.dtype not in LARGEST_CODES:
+        if self.dtype not in [*LARGEST_CODES]:  # which may be of any type
             known = ", ".join(map(repr, LARGEST_CODES))
             raise ValueError(f"dtype={self.dtype!r} is not a quantized dtype. Use {known}.")
         is_odd = self.dtype == "int4" and self.block % 2

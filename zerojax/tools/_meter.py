@@ -15,6 +15,7 @@ from typing import Any, SupportsFloat
 import jax
 
 from zerojax import _compat, _table
+from zerojax._declared import checked
 from zerojax._state import state as _state
 from zerojax._types import Device, PyTree
 from zerojax.tools._forecast.mfu import peak_flops
@@ -55,6 +56,7 @@ class Meter:
         [(1, 0.0), (10, 9.0), (20, 19.0), (25, 24.0)]
     """
 
+    @checked
     def __init__(
         self,
         steps: int,

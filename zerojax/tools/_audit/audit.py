@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.stages import Compiled
 
 from zerojax import _compat
+from zerojax._declared import checked
 from zerojax._kernel.jaxprs import type_of
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
@@ -31,6 +32,7 @@ UNKNOWN_GPU = "H100"  # replayed where no GPU is known; its times are not shown
 COUNTED = {"per_host": "devices of a host", "accumulate": "microbatches"}
 
 
+@checked
 def audit(
     step: Any,
     state: PyTree = None,

@@ -12,6 +12,7 @@ import jax
 import optax
 
 from zerojax import aot
+from zerojax._declared import checked
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
@@ -304,6 +305,7 @@ class Choice(Printed):
             yield from ("", line)
 
 
+@checked
 def choose(
     loss_fn: Loss | NnxStep | Mapping[str, Loss],
     make_state: Any,

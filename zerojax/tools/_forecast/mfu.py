@@ -6,6 +6,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from zerojax._axis_types import NO_MESH, typed
+from zerojax._declared import checked
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields
 from zerojax._loss.trace import traced_where_it_can_be, with_absent
@@ -20,6 +21,7 @@ from zerojax.tools import _flops
 from zerojax.tools._hlo import gpus as _known
 
 
+@checked
 def step_flops(step: Step, state: PyTree, batch: PyTree, rng: PyTree = None) -> float:
     """Counts the FLOPs that a step needs on all devices: three times those of forward's matmuls.
 
@@ -50,6 +52,7 @@ def step_flops(step: Step, state: PyTree, batch: PyTree, rng: PyTree = None) -> 
     return needed_flops(recipe.loss_fn, plan, batch, rng, recipe.mutable, precision)
 
 
+@checked
 def peak_flops(devices: Sequence[Device] | None = None) -> float | None:
     """Adds up the data-sheet FLOP/s of the devices, dense and in 16 bits; by default, of all.
 

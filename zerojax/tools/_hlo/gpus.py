@@ -8,6 +8,8 @@ import math
 import re
 from typing import Any
 
+from zerojax._declared import checked
+
 # The shares of the data sheet's figures that well-tuned programs reach, measured on H100s: 600 of
 # 989 TFLOP/s in bf16 matmuls, 2.7 of 3.35 TB/s of memory, 350 of 450 GB/s over NVLink. Published
 # steps agree: docs/measured.md.
@@ -344,6 +346,7 @@ def of_device_kind(kind: str) -> Gpu | None:
     return _BY_KIND.get(kind)
 
 
+@checked
 def rates_of(gpu: str, **others: float) -> Rates:
     """Returns the rates of a known GPU, some of them replaced by `others`.
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from zerojax._declared import checked
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields, without_fields
@@ -41,6 +42,7 @@ DRAWS_DIFFER = (
 )
 
 
+@checked
 def verify(
     step: Callable[..., PyTree],
     state: PyTree,
