@@ -29,7 +29,6 @@ FUNCTIONS = {name: f for name, f in {**NAMED, **OF_MODULES}.items() if name not 
 # Trees that only the user's own function, or JAX in its place, can take for wrong.
 TREES = {"manual.scan": {"init", "xs"}, "tools.step_flops": {"batch"}, "verify": {"batch"}}
 TREES |= {"audit": {"batch"}, "initialize": {"elastic"}}  # which sets a flag of JAX
-TREES |= {"audit": {"batch"}}
 LEGAL = {("run.Watchdog", "int")}  # it would end this process
 
 

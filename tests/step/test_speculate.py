@@ -13,11 +13,13 @@ from jax.sharding import PartitionSpec
 
 import zerojax
 from tests.conftest import make_mesh
+from tests.reference import assert_close
 from tests.step import stacks
 from tests.step.stacks import ALL, BATCH, is_on_host
 
 ADAM = stacks.adam()
-CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
+CLIPPED_PARTS = optax.clip_by_global_norm(1.0), ADAM
+CLIPPED = optax.chain(*CLIPPED_PARTS)
 QUIET, LOUD = 1.0, 1e6  # the loss times that has a gradient below and above the norm
 FINDS = jax.__version_info__ >= (0, 11)  # whether XLA finds layers in host memory
 SPECS = {"tokens": PartitionSpec("data"), "times": PartitionSpec()}
@@ -127,6 +129,43 @@ def test_other_clips():
         close(a, b)
     ours, *_ = stepped(CLIPPED, "backward", {"stage": 3}, [float("inf")])
     assert all(np.isnan(x).all() for x in jax.tree.leaves(jax.device_get(ours.params["blocks"])))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.clip(0.1), optax.clip_by_global_norm(1.0), ADAM),
+        optax.chain(optax.scale(2.0), optax.clip_by_global_norm(1.0), ADAM),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), ADAM),
+    ],
+    ids=["clip of elements", "scale", "decay after"],
+)
+def test_elementwise_transforms_around_a_clip(tx):
+    """In the step that clips too, which runs twice."""
+    after, norms, *_ = stepped(tx, "after", {}, [QUIET, LOUD])
+    backward, same, *_ = stepped(tx, "backward", {}, [QUIET, LOUD])
+    assert same == pytest.approx(norms, rel=1e-5)
+    assert_close((backward.params, backward.opt_state), (after.params, after.opt_state), 1e-4)
+
+
+CLIP_FIRST = r"mixes layers; a clip takes the norm of gradients alone if decay and the optimizer"
+
+
+@pytest.mark.parametrize(
+    ("tx", "why"),
+    [
+        (optax.chain(optax.add_decayed_weights(0.1), *CLIPPED_PARTS), CLIP_FIRST),
+        (optax.chain(ADAM, optax.clip_by_global_norm(1.0)), CLIP_FIRST),
+        (
+            optax.chain(optax.zero_nans(), ADAM),
+            r"other leaves reads its gradient: opt_state/0/found_nan/",
+        ),
+    ],
+    ids=["decay before", "clip of updates", "zero_nans"],
+)
+def test_transforms_around_a_clip_that_are_named(tx, why):
+    with pytest.raises(ValueError, match=rf"no parameter can be updated there.*{why}"):
+        stepped(tx, "backward", {}, [QUIET])
 
 
 def test_a_sum_over_what_was_clipped_before():

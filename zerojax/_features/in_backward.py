@@ -30,6 +30,8 @@ from zerojax._update.guess import Guess, Reads
 from zerojax._update.rules import SAME, Flat, Label
 from zerojax._update.update import OTHER_PROGRAM, TOGETHER, InParts, Part, Update, on_no_mesh
 
+# Of a sum that also reads the state: a norm after decay, or of what the optimizer makes.
+CLIP_FIRST = "; a clip takes the norm of gradients alone if decay and the optimizer come after it"
 NO_STACK = "the plan does not take it for a stack of layers"
 
 # [Note: updates inside backward]
@@ -160,14 +162,15 @@ class InBackward:
                 reads = (v in origins for v in full.outvars)
                 readers = {k for k, is_one in enumerate(reads, self.first) if is_one}
                 if not readers <= set(part.inputs):
-                    self.why[path] = "the update of other leaves reads its gradient"
+                    other = self.leaves[min(readers - set(part.inputs))].path
+                    self.why[path] = f"the update of other leaves reads its gradient: {other}"
                 else:
                     self.updates[path] = update
 
     def of_part(self, part: Part, grad: int, param: int) -> LayerUpdate | str:
         """Returns the update of a device's part of one layer, or why there is none."""
         if not part.length:
-            return part.why or NO_STACK
+            return (part.why or NO_STACK) + CLIP_FIRST * ("reduce_sum" in part.why)
         # One of the stacks may be a copy of the last gradient, which reads nothing of the state.
         outputs = [i - self.first for i in part.inputs]
         others = sorted(set(part.outputs) - set(outputs))
