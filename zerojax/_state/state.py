@@ -265,16 +265,17 @@ def is_state_function(state: object) -> bool:
 
 def made_by(make_state: Callable[[], PyTree]) -> PyTree:
     """Calls a user's function; without the mesh that is set, if its axes are the reason for an
-    error. Flax constrains a weight over the axes of its annotation, which the mesh may lack. nnx
-    would do so at once, with no mesh set too."""
-    nnx = sys.modules.get("flax.nnx")  # who has not imported it, makes no such model
+    error. Flax constrains a weight over the axes of its annotation, which the mesh may lack; nnx
+    does so at once, with no mesh set too."""
     try:
-        with nnx.use_eager_sharding(False) if nnx else contextlib.nullcontext():
-            return make_state()
+        return make_state()
     except (ValueError, AssertionError) as error:
-        if not re.search(r"\bmesh\b", str(error)) or jax.sharding.get_abstract_mesh().empty:
+        nnx = sys.modules.get("flax.nnx")  # who has not imported it, makes no such model
+        is_set = not jax.sharding.get_abstract_mesh().empty
+        if not re.search(r"\bmesh\b", str(error)) or not (nnx or is_set):
             raise
-        with seen_as(NO_MESH), contextlib.suppress(Exception):
+        later = nnx.use_eager_sharding(False) if nnx else contextlib.nullcontext()
+        with later, seen_as(NO_MESH), contextlib.suppress(Exception):
             return make_state()
         raise
 
