@@ -277,11 +277,13 @@ def check_numbers(row: Row, found: Run, ends: list[End]) -> None:
     shown = shown_as_on_one_device(row, state, wanted)
     off = errors(shown.opt_state, wanted.opt_state, before.opt_state)
     assert_less(off, of_state, "opt_state")
-    assert_less(errors(shown.params, wanted.params, before.params), of_params, "params")
+    off_params = errors(shown.params, wanted.params, before.params)
+    assert_less(off_params, of_params, "params")
     assert (shown.stats is not None) == (row.fields or row.model == "nnx")
     if shown.stats is not None:
         assert_less(errors(shown.stats, wanted.stats, before.stats), of_metrics, "stats")
-    assert not sent or max(off.values()) > 1e-4, f"{sent} did not travel as codes"
+    worst = max(*off.values(), *off_params.values())  # Adafactor's state has only means of squares
+    assert not sent or worst > 1e-4, f"{sent} did not travel as codes"
     assert int(state.step) == len(found.metrics)
 
 
