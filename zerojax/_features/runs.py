@@ -10,8 +10,7 @@ import numpy as np
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn
 
 from zerojax import _compat
-from zerojax._features.alike import Keys, opens
-from zerojax._kernel.jaxprs import Atom, Inliner, Var, is_var, reads, type_of
+from zerojax._kernel.jaxprs import Atom, Inliner, Keys, Var, is_checkpoint, is_var, reads, type_of
 from zerojax._kernel.places import LeafPlan
 from zerojax._kernel.travel import Codec
 
@@ -76,7 +75,7 @@ class Repeats:
     def without_passed_on(self, eqn: JaxprEqn) -> JaxprEqn:
         """Returns a `jax.checkpoint` without outputs that are its inputs, which readers then read:
         what all layers pass on (T5's bias) is no carry, and the last layer is like the others."""
-        if not opens(eqn):
+        if not is_checkpoint(eqn):
             return eqn
         jaxpr, _ = _compat.inner_jaxpr(eqn)
         given = dict(zip(jaxpr.invars, eqn.invars, strict=True))

@@ -148,51 +148,100 @@ def inferred(
     return list(map(fact, jaxpr.outvars))
 
 
-class Code:
-    """A jaxpr to compare, without the name scope that all of its equations share."""
+class Keys:
+    """Numbers that are equal for equations that are alike: they compute the same.
 
-    def __init__(self, jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -> None:
-        self.name, self.jaxpr = _compat.without_outer_scope(jaxpr)
-        self.consts = consts
-        self.structure = structure(self.jaxpr, consts)
-
-
-def structure(jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -> Hashable:
-    """Returns a key that is equal for jaxprs that compute the same, from the same lines of source.
-
-    Constants, and functions such as policies, count as equal only if they are one object. The key
-    is valid as long as the jaxprs exist.
+    They may be in any scope and source line, their operands may be literals or not, and the
+    literals in a `jax.checkpoint` may differ. If `exact`, they are from the same lines in the same
+    scopes, and functions among their parameters count as equal only if they are one object.
     """
-    numbers: dict[Var, int] = {}
 
-    def named(atom: Atom) -> Hashable:
-        if not is_var(atom):
-            return atom.aval, np.asarray(atom.val).tobytes()
-        return numbers.setdefault(atom, len(numbers))
+    def __init__(self, exact: bool = False) -> None:
+        self.exact = exact
+        self.numbers: dict[Hashable, int] = {}
+        self.jaxprs: dict[tuple[int, bool, bool], int] = {}
+        self.alive: list[Any] = []  # what keys name by `id`, so that nothing else gets the same one
+        self.in_rule = False
 
-    def made(variables: Sequence[Var]) -> Hashable:
-        return tuple((named(v), v.aval) for v in variables)
+    def of(self, eqn: JaxprEqn) -> int:
+        return self.number(self.key(eqn, is_checkpoint(eqn)))
 
-    def alike(eqn: JaxprEqn) -> Hashable:
-        where = str(eqn.source_info.name_stack), eqn.source_info.traceback, eqn.ctx
-        params = tuple((name, _alike(value)) for name, value in sorted(eqn.params.items()))
-        return eqn.primitive, tuple(map(named, eqn.invars)), params, where, made(eqn.outvars)
+    def number(self, key: Hashable) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
 
-    given = made([*jaxpr.constvars, *jaxpr.invars]), tuple(map(id, consts))
-    return given, tuple(map(alike, jaxpr.eqns)), tuple(map(named, jaxpr.outvars))
+    def key(self, eqn: JaxprEqn, loose: bool) -> Hashable:
+        """Returns what an equation computes. If `loose`, literals in its jaxprs may differ."""
+        if self.exact:
+            others, left_out = (_compat.scope_of(eqn), eqn.source_info.traceback), frozenset()
+        elif _compat.has_side_effects(eqn):
+            return id(eqn)
+        else:
+            others, left_out = self.rules(eqn), _compat.DERIVATIVES
+        params = sorted(eqn.params.items())
+        params = [(k, self.param(v, loose)) for k, v in params if k not in left_out]
+        operands = tuple(v.aval for v in eqn.invars)
+        outs = tuple(v.aval for v in eqn.outvars)
+        return eqn.primitive, tuple(params), others, eqn.ctx, operands, outs
+
+    def rules(self, eqn: JaxprEqn) -> Hashable:
+        """Returns what the derivative computes that a user wrote for an equation."""
+        if self.in_rule:  # a rule may call the function that it belongs to
+            return ()
+        self.in_rule = True
+        try:
+            rules = _compat.derivatives(eqn)
+            return tuple(self.jaxpr(jaxpr, consts) for jaxpr, consts in rules)
+        except Exception:  # a rule that cannot be traced makes its call like no other
+            return id(eqn)
+        finally:
+            self.in_rule = False
+
+    def param(self, value: object, loose: bool) -> Hashable:
+        jaxpr, consts = _compat.opened(value)
+        if isinstance(jaxpr, Jaxpr):
+            return self.jaxpr(jaxpr, consts, loose)
+        if isinstance(value, tuple | list):
+            return type(value), tuple(self.param(each, loose) for each in value)
+        try:
+            hash(value)
+        except TypeError:
+            return id(value)
+        return type(value), value
+
+    def jaxpr(self, jaxpr: Jaxpr, consts: Sequence[ArrayLike], loose: bool = False) -> Hashable:
+        self.alive += [jaxpr, *consts]
+        known = id(jaxpr), loose, self.in_rule
+        if known not in self.jaxprs:
+            self.jaxprs[known] = self.number(self.code(jaxpr, loose))
+        return self.jaxprs[known], tuple(map(id, consts))
+
+    def code(self, jaxpr: Jaxpr, loose: bool) -> Hashable:
+        numbers: dict[Var, int] = {}
+
+        def names(atoms: Sequence[Atom], loose: bool = False) -> Hashable:
+            return tuple(
+                (v.aval, numbers.setdefault(v, len(numbers)))
+                if is_var(v)
+                else (v.aval if loose else same_as(v))
+                for v in atoms
+            )
+
+        inputs = names((*jaxpr.constvars, *jaxpr.invars))
+        eqns = [
+            (self.key(e, loose and is_checkpoint(e)), names(e.invars, loose), names(e.outvars))
+            for e in jaxpr.eqns
+        ]
+        return inputs, tuple(eqns), names(jaxpr.outvars)
 
 
-def _alike(param: object) -> Hashable:
-    jaxpr, consts = _compat.opened(param)
-    if isinstance(jaxpr, Jaxpr):
-        return structure(jaxpr, consts)
-    if isinstance(param, tuple | list):
-        return type(param), tuple(map(_alike, param))
-    try:
-        hash(param)
-    except TypeError:
-        return id(param)
-    return type(param), param
+def is_checkpoint(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _compat.REMAT
+
+
+def same_as(literal: Atom) -> Hashable:
+    """Returns what is equal for equal literals."""
+    assert isinstance(literal, Literal)
+    return literal.aval, np.asarray(literal.val).tobytes()
 
 
 def nbytes(variables: Iterable[Atom]) -> int:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._kernel.jaxprs import Atom, Code, Inliner, Var, alive, is_var, reads, type_of
+from zerojax._kernel.jaxprs import Atom, Inliner, Keys, Var, alive, is_var, reads, type_of
 from zerojax._kernel.pieces import (
     CONST,
     WEIGHT,
@@ -99,7 +99,8 @@ class Splitter:
         self.readers = Readers()
         # Of scopes: equal ones, such as layers in a Python loop, share one split.
         self.splits: dict[Hashable, Split] = {}
-        self.codes: dict[int, Code] = {}
+        self.keys = Keys(exact=True)
+        self.codes: dict[int, tuple[str, Jaxpr]] = {}
 
     # -- kinds of variables
 
@@ -203,22 +204,23 @@ class Splitter:
             ]
             inner = self.split_remat(eqn, operands)
         shards = [k if isinstance(k := self.kind(v), Shard) else v for v in operands]
-        name = "/".join(filter(None, (_compat.scope_of(eqn), self.code(eqn).name)))
+        name = "/".join(filter(None, (_compat.scope_of(eqn), self.code(eqn)[0])))
         return Scope(inner, shards, list(eqn.outvars), *_checkpoint_params(eqn), name)
 
     def split_remat(self, eqn: JaxprEqn, operands: Sequence[Atom]) -> Split:
-        code = self.code(eqn)
+        (_, jaxpr), (_, consts) = self.code(eqn), _compat.inner_jaxpr(eqn)
         kinds = [_inner_kind(self.kind(v)) for v in operands]
-        key = code.structure, _alike(code.jaxpr, kinds), _checkpoint_params(eqn)
+        key = self.keys.jaxpr(jaxpr, consts), _alike(jaxpr, kinds), _checkpoint_params(eqn)
         if key not in self.splits:
-            self.splits[key] = split(code.jaxpr, code.consts, kinds, pull=False, checkpointed=True)
+            self.splits[key] = split(jaxpr, consts, kinds, pull=False, checkpointed=True)
         return self.splits[key]
 
-    def code(self, eqn: JaxprEqn) -> Code:
-        """Returns the code of a remat, read only once if layers share one jaxpr."""
-        jaxpr, consts = _compat.inner_jaxpr(eqn)
+    def code(self, eqn: JaxprEqn) -> tuple[str, Jaxpr]:
+        """Returns the name scope that all equations of a remat share, and its jaxpr without it;
+        read only once if layers share one jaxpr."""
+        jaxpr, _ = _compat.inner_jaxpr(eqn)
         if id(jaxpr) not in self.codes:
-            self.codes[id(jaxpr)] = Code(jaxpr, consts)
+            self.codes[id(jaxpr)] = _compat.without_outer_scope(jaxpr)
         return self.codes[id(jaxpr)]
 
     def scope_in_loop(self, eqn: JaxprEqn) -> Scope:
