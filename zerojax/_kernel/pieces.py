@@ -1,6 +1,7 @@
 """The pieces of a split jaxpr: shards and views of them, scopes and loops."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -254,18 +255,33 @@ def shards_read(ops: Iterable[Op]) -> Iterable[Shard]:
 # So the equation becomes a view of the shard, and the loop over the result gathers layer by layer.
 # A view may change only the dimensions before `fixed`, the sharded one.
 
-ViewRule = Callable[[JaxprEqn, int], list[View] | None]
-
 
 def views(eqn: JaxprEqn, fixed: int) -> list[View] | None:
     """Returns each result of `eqn` as a view of its operand, or None if `eqn` changes dimensions
     from `fixed` on."""
-    rule = _RULES.get(eqn.primitive.name)
-    return rule(eqn, fixed) if rule else None
-
-
-def _stop_gradient(eqn: JaxprEqn, fixed: int) -> list[View]:
-    return [View(lax.stop_gradient, _dims(eqn), stops=True)]
+    params, dim = eqn.params, eqn.params.get("axis", 0)
+    changed = params.get("dimensions") or ()
+    match eqn.primitive.name:
+        case "stop_gradient":
+            return [View(lax.stop_gradient, _dims(eqn), stops=True)]
+        case "slice":
+            return _slice(eqn, fixed)
+        case "reshape":
+            return _reshape(eqn, fixed)
+        case "squeeze" if fixed not in changed:
+            dims = tuple(d for d in _dims(eqn) if d not in changed)
+            return [View(lambda x: lax.squeeze(x, changed), dims)]
+        case "rev" if max(changed, default=0) < fixed:
+            return [View(lambda x: lax.rev(x, changed), _dims(eqn))]
+        case "split" if dim < fixed:
+            parts = functools.partial(lax.split, sizes=params["sizes"], axis=dim)
+            each = range(len(eqn.outvars))
+            return [View(lambda x, k=k: parts(x)[k], _dims(eqn, dim)) for k in each]
+        case "unstack" if dim < fixed:
+            part = functools.partial(lax.index_in_dim, axis=dim, keepdims=False)
+            dims = tuple(d for d in _dims(eqn) if d != dim)
+            return [View(functools.partial(part, index=k), dims) for k in range(len(eqn.outvars))]
+    return None
 
 
 def _slice(eqn: JaxprEqn, fixed: int) -> list[View] | None:
@@ -283,13 +299,6 @@ def _slice(eqn: JaxprEqn, fixed: int) -> list[View] | None:
     return [View(apply, _dims(eqn, *sliced))]
 
 
-def _squeeze(eqn: JaxprEqn, fixed: int) -> list[View] | None:
-    gone = eqn.params["dimensions"]
-    if fixed in gone:
-        return None
-    return [View(lambda x: lax.squeeze(x, gone), tuple(d for d in _dims(eqn) if d not in gone))]
-
-
 def _reshape(eqn: JaxprEqn, fixed: int) -> list[View] | None:
     old, new = type_of(eqn.invars[0]).shape, eqn.params["new_sizes"]
     moved = fixed + len(new) - len(old)
@@ -305,46 +314,9 @@ def _reshape(eqn: JaxprEqn, fixed: int) -> list[View] | None:
     return [View(apply, (*[None] * moved, *range(fixed, len(old))))]
 
 
-def _rev(eqn: JaxprEqn, fixed: int) -> list[View] | None:
-    reversed_dims = eqn.params["dimensions"]
-    if max(reversed_dims, default=0) >= fixed:
-        return None
-    return [View(lambda x: lax.rev(x, reversed_dims), _dims(eqn))]
-
-
-def _split(eqn: JaxprEqn, fixed: int) -> list[View] | None:
-    sizes, dim = eqn.params["sizes"], eqn.params["axis"]
-
-    def part(k: int) -> View:
-        return View(lambda x: lax.split(x, sizes, dim)[k], _dims(eqn, dim))
-
-    return [part(k) for k in range(len(sizes))] if dim < fixed else None
-
-
-def _unstack(eqn: JaxprEqn, fixed: int) -> list[View] | None:
-    dim = eqn.params["axis"]
-    dims = tuple(d for d in _dims(eqn) if d != dim)
-
-    def part(k: int) -> View:
-        return View(lambda x: lax.index_in_dim(x, k, dim, keepdims=False), dims)
-
-    return [part(k) for k in range(len(eqn.outvars))] if dim < fixed else None
-
-
 def _dims(eqn: JaxprEqn, *changed: int) -> Dims:
     """Returns the operand's dimensions, with None for the changed ones."""
     return tuple(None if d in changed else d for d in range(type_of(eqn.invars[0]).ndim))
-
-
-_RULES: dict[str, ViewRule] = {
-    "stop_gradient": _stop_gradient,
-    "slice": _slice,
-    "squeeze": _squeeze,
-    "reshape": _reshape,
-    "rev": _rev,
-    "split": _split,
-    "unstack": _unstack,
-}
 
 
 class Readers:
@@ -358,7 +330,7 @@ class Readers:
     def find(self, eqns: Iterable[JaxprEqn], outvars: Iterable[Atom]) -> None:
         for eqn in eqns:
             for var in unique(self.named.get(v, v) for v in eqn.invars if is_var(v)):
-                if _passes_on(eqn):
+                if is_cast(eqn) or eqn.primitive.name == "sharding_constraint":
                     self.named[eqn.outvars[0]] = var
                 else:
                     self.readers.setdefault(var, []).append(eqn)
@@ -379,8 +351,9 @@ class Readers:
         """
         if not isinstance(kind, Shard) or not (found := views(eqn, kind.cut.fixed)):
             return None
-        scanned = self._is_scanned(eqn.outvars[0])
-        if not scanned and self._is_gathered_too(eqn, kind, found[0].stops):
+        readers = self.of(eqn.outvars[0])
+        is_scanned = readers and all(r and r.primitive.name == "scan" for r in readers)
+        if not is_scanned and self._is_gathered_too(eqn, kind, found[0].stops):
             return None
         return [Shard(kind.root, kind.cut.moved(view.dims), (*kind.views, view)) for view in found]
 
@@ -391,15 +364,6 @@ class Readers:
             return True
         return not all(reader and views(reader, kind.cut.fixed) for reader in readers)
 
-    def _is_scanned(self, var: Var) -> bool:
-        readers = self.of(var)
-        return bool(readers) and all(r and r.primitive.name == "scan" for r in readers)
-
 
 def is_cast(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "convert_element_type"
-
-
-def _passes_on(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` maps a shard to the same shard."""
-    return is_cast(eqn) or eqn.primitive.name == "sharding_constraint"

@@ -163,7 +163,7 @@ class Splitter:
         elif self.attach and (attached := self.attach(eqn, self)):
             main.append(attached)
         elif name in _compat.REMAT and any(map(self.is_weights, eqn.invars)):
-            self.visit_remat(eqn, main)
+            main.append(self.scope_in_loop(eqn) if self.pull else self.scope(eqn))
         elif name == "scan" and self.scans_weights(eqn):
             main.append(self.loop(eqn))
         else:
@@ -186,9 +186,6 @@ class Splitter:
                 main.append(eqn)
         else:
             main.append(eqn)
-
-    def visit_remat(self, eqn: JaxprEqn, main: list[Op]) -> None:
-        main.append(self.scope_in_loop(eqn) if self.pull else self.scope(eqn))
 
     def scope(self, eqn: JaxprEqn) -> Scope:
         """Returns a remat that gathers for itself, and again in backward."""
