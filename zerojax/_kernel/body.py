@@ -228,22 +228,22 @@ class Body:
     ) -> None:
         self.split, self.how, self.run, self.lost, self.wrap = split, how, run, lost, wrap
         self.is_weight = [k is not None for k in split.kinds]
+        # What the main part reads beside the frontier: shards for inner loops, and plain inputs.
+        self.rest = [*split.loop_roots, *where(split.invars, [not w for w in self.is_weight])]
 
     def __call__(self, inputs: Sequence[Value]) -> list[Array]:
         """Returns the outputs, to be differentiated by JAX and not by the engine."""
-        weights = self.weights_of(inputs)
-        gathered = [_travel.obtain(held, cut) for held, cut in self._travellers(weights)]
-        frontier = self.prefix(weights, gathered)
-        return self.wrap(self.main)(frontier, self.roots_of(inputs), self.plain_of(inputs))
+        gathered = [_travel.obtain(held, cut) for held, cut in self._travellers(inputs)]
+        return self.wrap(self.main)(self.prefix(inputs, gathered), self.rest_of(inputs))
 
-    def cross(self, weights: Sequence[Value | None]) -> list[Transit]:
+    def cross(self, inputs: Sequence[Value | None]) -> list[Transit]:
         """Returns all weights after the far hops of their routes."""
-        crossed = [_travel.cross(held, cut) for held, cut in self._travellers(weights)]
+        crossed = [_travel.cross(held, cut) for held, cut in self._travellers(inputs)]
         return jax.tree.map(lambda part: checkpoint_name(part, CROSSED), crossed)
 
-    def arrive(self, weights: Sequence[Value | None], crossed: Sequence[Transit]) -> list[Transit]:
+    def arrive(self, inputs: Sequence[Value | None], crossed: Sequence[Transit]) -> list[Transit]:
         """Returns all weights after both hops."""
-        pairs = zip(self._travellers(weights), crossed, strict=True)
+        pairs = zip(self._travellers(inputs), crossed, strict=True)
         return [_travel.arrive(held, cut, parts) for (held, cut), parts in pairs]
 
     def full(self, arrived: Sequence[Transit]) -> list[Array]:
@@ -252,51 +252,40 @@ class Body:
         return [_travel.full(parts, shard.cut) for parts, shard in shards]
 
     def gather(
-        self, weights: Sequence[Value | None], crossed: Sequence[Transit], kept: Env
+        self, inputs: Sequence[Value | None], crossed: Sequence[Transit], kept: Env
     ) -> list[Array]:
         """Returns the full weights. Those in `kept` are not gathered again."""
-        ways = zip(self.split.gathers, self._travellers(weights), crossed, strict=True)
+        ways = zip(self.split.gathers, self._travellers(inputs), crossed, strict=True)
         return [
             kept[var] if var in kept else _travel.full(_travel.arrive(held, cut, parts), cut)
             for var, (held, cut), parts in ways
         ]
 
-    def _travellers(self, weights: Sequence[Value | None]) -> Iterator[tuple[Held, Cut]]:
+    def _travellers(self, inputs: Sequence[Value | None]) -> Iterator[tuple[Held, Cut]]:
         """Yields the weights to gather. Each takes its view when its turn comes."""
-        held = self._by_var(weights)
+        held = self._by_var(inputs)
         return ((shard.of(held[shard.root]), shard.cut) for shard in self.split.gathers.values())
 
-    def prefix(self, weights: Sequence[Value], gathered: Sequence[Array]) -> list[Array]:
+    def prefix(self, inputs: Sequence[Value], gathered: Sequence[Array]) -> list[Array]:
         """Returns the frontier: gathered weights, and values computed from weights only."""
-        env: Env = {**self.split.constants, **self._by_var(weights)}
+        env: Env = {**self.split.constants, **self._by_var(inputs)}
         write(env, [*self.split.gathers], gathered)
         for eqn in self.split.prefix:
             write(env, eqn.outvars, _compat.bind(eqn, read(env, eqn.invars)))
         return [env[v] for v in self.split.frontier]
 
-    def main(
-        self, frontier: Sequence[Array], roots: Sequence[Held], plain: Sequence[Array]
-    ) -> list[Array]:
-        """Returns the outputs, from the frontier, the shards that inner loops gather, and the
-        plain inputs."""
-        env: Env = dict(zip(self.split.frontier, frontier, strict=True))
-        env.update(zip(self.split.loop_roots, roots, strict=True))
-        env.update(zip(self.plain_of(self.split.invars), plain, strict=True))
+    def main(self, frontier: Sequence[Array], rest: Sequence[Value]) -> list[Array]:
+        """Returns the outputs."""
+        env: Env = dict(zip([*self.split.frontier, *self.rest], [*frontier, *rest], strict=True))
         self.run(self.split.main, env, self.how)
         return read_arrays(env, self.split.outvars)
 
-    def weights_of(self, inputs: Sequence[T]) -> list[T]:
-        return where(inputs, self.is_weight)
+    def _by_var(self, inputs: Sequence[Any]) -> Env:
+        return dict(zip(self.split.invars, inputs, strict=True))
 
-    def plain_of(self, inputs: Sequence[T]) -> list[T]:
-        return where(inputs, [not w for w in self.is_weight])
-
-    def roots_of(self, inputs: Sequence[T]) -> list[T]:
-        by_var = dict(zip(self.split.invars, inputs, strict=True))
-        return [by_var[root] for root in self.split.loop_roots]
-
-    def _by_var(self, weights: Sequence[Any]) -> Env:
-        return dict(zip(self.weights_of(self.split.invars), weights, strict=True))
+    def rest_of(self, inputs: Sequence[Any]) -> list[Any]:
+        by_var = self._by_var(inputs)
+        return [by_var[v] for v in self.rest]
 
     # -- forward
 
@@ -307,21 +296,19 @@ class Body:
 
         `wanted` says which inputs need a gradient.
         """
-        frontier = self.prefix(self.weights_of(inputs), gathered)
+        frontier = self.prefix(inputs, gathered)
         varies = self._frontier_varies(wanted)
-        roots_and_plain, join_inputs = vary(*self._rest_inputs(inputs, wanted))
-        num_roots = len(self.split.loop_roots)
+        rest, join_rest = vary(self.rest_of(inputs), self.rest_of(wanted))
 
         def vjp_of(frontier: Sequence[Array]) -> tuple[list[Array], Any, list[Array]]:
             varied, join = vary([*frontier], varies)
 
-            def main(varied: list, varied_inputs: list) -> tuple[list, list]:
-                values = join_inputs(varied_inputs)
-                outs = self.wrap(self.main)(join(varied), values[:num_roots], values[num_roots:])
+            def main(varied: list, varied_rest: list) -> tuple[list, list]:
+                outs = self.wrap(self.main)(join(varied), join_rest(varied_rest))
                 floats = [is_float(x) for x in outs]
                 return where(outs, floats), where(outs, [not f for f in floats])
 
-            return jax.vjp(main, varied, roots_and_plain, has_aux=True)
+            return jax.vjp(main, varied, rest, has_aux=True)
 
         float_outs, vjp, other_outs = vjp_of(frontier)
         outs = merge(self._float_outs(), float_outs, other_outs)
@@ -363,13 +350,12 @@ class Body:
         put back, gives the gradients of the frontier. The vjp of the prefix takes these to the
         sources of the prefix.
         """
-        weights = self.weights_of(inputs)
         # Shards get their gradients through the gathered weights and through inner loops.
         want_full = [
-            want and not isinstance(w, Held)
-            for w, want in zip(weights, self.weights_of(saved.wanted), strict=True)
+            want and is_weight and not isinstance(x, Held)
+            for x, want, is_weight in zip(inputs, saved.wanted, self.is_weight, strict=True)
         ]
-        sources, wanted = [*gathered, *weights], [*self._want_gathered(saved.wanted), *want_full]
+        sources, wanted = [*gathered, *inputs], [*self._want_gathered(saved.wanted), *want_full]
         varied, join = vary(sources, wanted)
 
         def prefix(varied: list) -> list[Array]:
@@ -383,17 +369,17 @@ class Body:
         pairs = zip(frontier, d_frontier, strict=True)
         (d_prefix,) = prefix_vjp([zeros_like(x) if d is None else d for x, d in pairs])
         d_sources = gradients(sources, wanted, d_prefix)
-        d_roots_and_plain = gradients(*self._rest_inputs(inputs, saved.wanted), d_inputs)
-        num_roots = len(self.split.loop_roots)
+        d_rest = gradients(self.rest_of(inputs), self.rest_of(saved.wanted), d_inputs)
         totals = self._by_var(d_sources[len(gathered) :])
-        for root, grad in zip(self.split.loop_roots, d_roots_and_plain[:num_roots], strict=True):
-            totals[root] = add_held(totals[root], grad)
-        grads = merge(self.is_weight, list(totals.values()), d_roots_and_plain[num_roots:])
+        for var, grad in zip(self.rest, d_rest, strict=True):
+            totals[var] = add_held(totals[var], grad) if isinstance(grad, Held) else grad
         d_gathered = d_sources[: len(gathered)]
         # On CPUs, narrow gradients wait for the loops: see the note above.
         if self.how.by_data and any(x is not None and x.dtype.itemsize < 4 for x in d_gathered):
-            d_gathered = wait(d_gathered, mark(jax.tree.leaves(d_roots_and_plain[:num_roots])))
-        return grads, d_gathered
+            d_gathered = wait(
+                d_gathered, mark(jax.tree.leaves(d_rest[: len(self.split.loop_roots)]))
+            )
+        return list(totals.values()), d_gathered
 
     def summed(self, d_gathered: Sequence[Array | None]) -> list[Array | None]:
         """Reduces the gradients of gathered weights. They keep the dtypes of the wire."""
@@ -406,31 +392,26 @@ class Body:
         self, inputs: Sequence[Value], grads: Sequence[Gradient], sums: Sequence[Array | None]
     ) -> list[Gradient]:
         """Adds the reduced gradients to those of the inputs."""
-        held = self._by_var(self.weights_of(inputs))
-        totals = self._by_var(self.weights_of(grads))
+        held, totals = self._by_var(inputs), self._by_var(grads)
         for shard, grad in zip(self.split.gathers.values(), sums, strict=True):
             if grad is not None:
                 seen, to_root = jax.vjp(shard.view, held[shard.root].shard)
                 (grad,) = to_root(grad.astype(seen.dtype))
                 total = totals[shard.root]
                 totals[shard.root] = dataclasses.replace(total, shard=add(total.shard, grad))
-        return merge(self.is_weight, list(totals.values()), self.plain_of(grads))
+        return list(totals.values())
 
-    # -- the inputs to differentiate by
-
-    def _rest_inputs(self, inputs: Sequence[Any], wanted: Sequence[bool]) -> tuple[list, list]:
-        values = [*self.roots_of(inputs), *self.plain_of(inputs)]
-        return values, [*self.roots_of(wanted), *self.plain_of(wanted)]
+    # -- what to differentiate by
 
     def _want_gathered(self, wanted: Sequence[bool]) -> list[bool]:
         """Returns, for each gathered weight, whether it needs a gradient. Frozen ones need none."""
-        by_var = self._by_var(self.weights_of(wanted))
+        by_var = self._by_var(wanted)
         return [by_var[s.root] and not s.is_frozen for s in self.split.gathers.values()]
 
     def _frontier_varies(self, wanted: Sequence[bool]) -> list[bool]:
         """Returns, for each array of the frontier, whether it comes from weights that need a
         gradient."""
-        varies = self._by_var(self.weights_of(wanted))
+        varies = self._by_var(wanted)
         varies |= dict(zip(self.split.gathers, self._want_gathered(wanted), strict=True))
         for eqn in self.split.prefix:
             made = any(varies.get(v, False) for v in eqn.invars if is_var(v))

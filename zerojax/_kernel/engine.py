@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 from zerojax import _compat
 from zerojax._kernel.arrays import (
     Gradient,
-    T,
     Value,
     by_hand,
     float_cotangents,
@@ -53,7 +52,7 @@ from zerojax._kernel.pieces import (
     unique,
 )
 from zerojax._kernel.split import Attach, split
-from zerojax._kernel.travel import Held
+from zerojax._kernel.travel import Held, Transit
 
 
 class SplitLoss:
@@ -203,9 +202,8 @@ class ScopeCode:
 
     def forward(self, inputs: list[Value], wanted: tuple[bool, ...]) -> tuple[list[Array], Any]:
         body = self.body
-        weights = body.weights_of(inputs)
-        crossed = body.cross(weights)
-        gathered = body.gather(weights, crossed, {})
+        crossed = body.cross(inputs)
+        gathered = body.gather(inputs, crossed, {})
         outs, saved = body.forward(inputs, gathered, wanted)
         still_there = where(gathered, [v in self.kept for v in body.split.gathers])
         done = mark(outs) if self.how.by_data or self.waits else None
@@ -220,10 +218,9 @@ class ScopeCode:
         body, (saved, crossed, still_there, done) = self.body, residuals
         if done is not None and not self.how.by_data:
             cts, done = wait(cts, done), None
-        (weights, crossed), cts = _tied((body.weights_of(inputs), crossed), cts, done)
-        inputs = merge(body.is_weight, weights, body.plain_of(inputs))
+        inputs, crossed, cts = _tied(inputs, body.is_weight, crossed, cts, done)
         kept = dict(zip(self.kept, still_there, strict=True))
-        return body.backward(inputs, body.gather(weights, crossed, kept), saved, cts)
+        return body.backward(inputs, body.gather(inputs, crossed, kept), saved, cts)
 
 
 def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
@@ -242,25 +239,29 @@ def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
     def backward(inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Any]:
         saved, crossed, done = residuals
         if how.by_data or loop.unroll != 1:  # otherwise even a short loop keeps them apart
-            shards = [x if isinstance(x, Held) else None for x in inputs]
-            (shards, crossed), cts = _tied((shards, crossed), layers.float_cts(cts), done)
-            inputs = [x if s is None else s for x, s in zip(inputs, shards, strict=True)]
+            cts = layers.float_cts(cts)
+            inputs, crossed, cts = _tied(inputs, list(map(_is_held, inputs)), crossed, cts, done)
         return layers.backward(inputs, saved, crossed, cts)
 
     return by_hand(lambda inputs: layers.forward(as_read(inputs)), saving, backward, inputs)
 
 
-def _tied(shards: T, cts: list[Any], done: Array | None) -> tuple[T, list[Any]]:
-    """Keeps backward's all-gathers behind forward. See the note in `body.py`."""
-    read = jax.tree.map(lambda x: x.as_read if _is_held(x) else x, shards, is_leaf=_is_held)
+def _tied(
+    inputs: list[Value], tie: list[bool], crossed: list[Transit], cts: list[Any], done: Array | None
+) -> tuple[list[Value], list[Transit], list[Any]]:
+    """Keeps backward's all-gathers, which read the inputs that `tie` says, behind forward. See the
+    note in `body.py`."""
+    shards, others = where(inputs, tie), where(inputs, [not t for t in tie])
+    read: Any = [x.as_read if isinstance(x, Held) else x for x in shards], crossed
     if done is None:
         read, cts = lax.optimization_barrier((read, cts))
     else:
         read = wait(read, done)
-    shards = jax.tree.map(
-        lambda x, y: x.read_from(y) if _is_held(x) else y, shards, read, is_leaf=_is_held
-    )
-    return shards, cts
+    now, crossed = read
+    shards = [
+        x.read_from(y) if isinstance(x, Held) else y for x, y in zip(shards, now, strict=True)
+    ]
+    return merge(tie, shards, others), crossed, cts
 
 
 def _is_held(value: object) -> bool:

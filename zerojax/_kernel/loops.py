@@ -147,13 +147,13 @@ class Layers:
 
     def cross(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Transit]:
         """Returns the weights of one layer, whose shards are among `xs`, after their far hops."""
-        return self.body.cross(self.weights(inputs, xs))
+        return self.body.cross(self.at_layer(inputs, xs))
 
     def arrive(
         self, inputs: Sequence[Value], xs: Sequence[Value | None], crossed: Sequence[Transit]
     ) -> list[Transit]:
         """Returns the weights of one layer after both hops."""
-        return self.body.arrive(self.weights(inputs, xs), crossed)
+        return self.body.arrive(self.at_layer(inputs, xs), crossed)
 
     def gathered(
         self,
@@ -164,11 +164,11 @@ class Layers:
     ) -> list[Array]:
         """Returns the full weights of one layer. Backward does not gather `kept` ones again."""
         there = dict(zip(self.kept_weights, kept, strict=True)) if kept else {}
-        return self.body.gather(self.weights(inputs, xs), crossed, there)
+        return self.body.gather(self.at_layer(inputs, xs), crossed, there)
 
-    def weights(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Value | None]:
-        consts, carry, _ = self.parts(inputs)
-        return self.body.weights_of([*consts, *carry, *xs])
+    def at_layer(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Value | None]:
+        """Returns the inputs of the loop's body for one layer."""
+        return [*inputs[: len(inputs) - len(xs)], *xs]
 
     def wanted_inside(self, wanted: Sequence[bool]) -> list[bool]:
         """The carry may vary inside the loop even if its first value does not."""
