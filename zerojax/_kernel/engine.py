@@ -239,8 +239,8 @@ def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
     def backward(inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Any]:
         saved, crossed, done = residuals
         if how.by_data or loop.unroll != 1:  # otherwise even a short loop keeps them apart
-            cts = layers.float_cts(cts)
-            inputs, crossed, cts = _tied(inputs, list(map(_is_held, inputs)), crossed, cts, done)
+            cts, is_held = layers.float_cts(cts), [isinstance(x, Held) for x in inputs]
+            inputs, crossed, cts = _tied(inputs, is_held, crossed, cts, done)
         return layers.backward(inputs, saved, crossed, cts)
 
     return by_hand(lambda inputs: layers.forward(as_read(inputs)), saving, backward, inputs)
@@ -262,10 +262,6 @@ def _tied(
         x.read_from(y) if isinstance(x, Held) else y for x, y in zip(shards, now, strict=True)
     ]
     return merge(tie, shards, others), crossed, cts
-
-
-def _is_held(value: object) -> bool:
-    return isinstance(value, Held)
 
 
 def checkpoint_like(scope: Scope) -> Callable[[Callable], Callable]:

@@ -47,9 +47,9 @@ class Layers:
 
     def __init__(self, loop: Loop, how: How, run: Run) -> None:
         self.loop = loop
-        first_x = loop.num_consts + loop.num_carry
+        self.first_x = loop.num_consts + loop.num_carry
         # Backward has constants and scanned inputs again, but not the values of the carry.
-        lost = frozenset(range(loop.num_consts, first_x))
+        lost = frozenset(range(loop.num_consts, self.first_x))
         self.how = how
         # Residuals leave the devices only as whole layers. Older XLA cannot match a reversed loop's
         # writes to host memory, so there they stay.
@@ -62,9 +62,8 @@ class Layers:
 
     def parts(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """Returns constants, carry and scanned operands."""
-        first_x = self.loop.num_consts + self.loop.num_carry
-        carry = slice(self.loop.num_consts, first_x)
-        return list(operands[: carry.start]), list(operands[carry]), list(operands[first_x:])
+        first, first_x = self.loop.num_consts, self.first_x
+        return list(operands[:first]), list(operands[first:first_x]), list(operands[first_x:])
 
     def forward(self, inputs: Sequence[Value]) -> list[Array]:
         consts, carry, xs = self.parts(inputs)
@@ -88,9 +87,10 @@ class Layers:
         wanted = self.wanted_inside(wanted)
 
         def step(carry: list, xs: list) -> tuple[Any, Any]:
-            crossed = self.cross(inputs, xs)
-            gathered = self.gathered(inputs, xs, crossed)
-            outs, saved = self.body.forward([*consts, *carry, *xs], gathered, wanted)
+            layer = [*consts, *carry, *xs]
+            crossed = self.body.cross(layer)
+            gathered = self.body.gather(layer, crossed, {})
+            outs, saved = self.body.forward(layer, gathered, wanted)
             full = where(gathered, [v in self.kept_weights for v in self.body.split.gathers])
             return outs[:num_carry], (outs[num_carry:], ((self.keeping.put(saved), full), crossed))
 
@@ -114,10 +114,11 @@ class Layers:
             saved, full, crossed, d_ys, xs, at = scanned
             layer = Layer(at, self.index(last - count))
             xs = updates.as_updated(xs, fetched_layer([one[:1] for one in stacks], layer))
-            gathered = self.gathered(inputs, xs, crossed, full)
+            inputs = [*consts, *types, *xs]
+            kept = dict(zip(self.kept_weights, full, strict=True))
+            gathered = self.body.gather(inputs, crossed, kept)
             saved = self.keeping.back(saved)
-            d_layer = [*d_carry, *d_ys]
-            d_inputs = self.body.backward([*consts, *types, *xs], gathered, saved, d_layer)
+            d_inputs = self.body.backward(inputs, gathered, saved, [*d_carry, *d_ys])
             more, d_carry, d_xs = self.parts(d_inputs)
             stacks = updates.updated(stacks, updates.fetched(stacks, layer), d_xs, layer)
             grads = d_carry, list(map(add, d_consts, more))
@@ -144,31 +145,6 @@ class Layers:
     def index(self, at: Index) -> Index:
         """Returns the position in the stack of an iteration's layer."""
         return self.loop.length - 1 - at if self.loop.reverse else at
-
-    def cross(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Transit]:
-        """Returns the weights of one layer, whose shards are among `xs`, after their far hops."""
-        return self.body.cross(self.at_layer(inputs, xs))
-
-    def arrive(
-        self, inputs: Sequence[Value], xs: Sequence[Value | None], crossed: Sequence[Transit]
-    ) -> list[Transit]:
-        """Returns the weights of one layer after both hops."""
-        return self.body.arrive(self.at_layer(inputs, xs), crossed)
-
-    def gathered(
-        self,
-        inputs: Sequence[Value],
-        xs: Sequence[Value | None],
-        crossed: Sequence[Transit],
-        kept: Sequence[Array] = (),
-    ) -> list[Array]:
-        """Returns the full weights of one layer. Backward does not gather `kept` ones again."""
-        there = dict(zip(self.kept_weights, kept, strict=True)) if kept else {}
-        return self.body.gather(self.at_layer(inputs, xs), crossed, there)
-
-    def at_layer(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Value | None]:
-        """Returns the inputs of the loop's body for one layer."""
-        return [*inputs[: len(inputs) - len(xs)], *xs]
 
     def wanted_inside(self, wanted: Sequence[bool]) -> list[bool]:
         """The carry may vary inside the loop even if its first value does not."""
@@ -230,7 +206,7 @@ def as_read(inputs: Sequence[Value]) -> list[Value]:
 # only when both have ended. Then the collectives have only the layer's own compute to start behind.
 
 
-# The shards of a layer's weights, and these weights after their far hops, to gather from.
+# What a layer's weights are gathered from: `shards_at`, and the weights after their far hops.
 LayerSource = tuple[list[Value | None], list[Transit]]
 
 
@@ -271,20 +247,20 @@ class PrefetchedLayers(Layers):
 
         def step(keeps: bool, state: tuple, at: Index) -> tuple[Any, Any]:
             carry, arrived, waiting, stacks, carried = state
-            shards = further = self.shards_at(inputs, self.layer(at + 1, carried + 1))
+            shards = further = self.shards_at(xs, self.layer(at + 1, carried + 1))
             if early:
-                further = self.shards_at(inputs, self.layer(jnp.minimum(at + 2, last)))
-            crossed, *waiting = [*waiting, self.cross(inputs, further)]
-            ahead = self.arrive(inputs, shards, crossed)
+                further = self.shards_at(xs, self.layer(jnp.minimum(at + 2, last)))
+            crossed, *waiting = [*waiting, self.body.cross(further)]
+            ahead = self.body.arrive(shards, crossed)
             carry, (ys, saved) = iteration(carry, arrived, at)
             stacks = with_layer(stacks, crossed, self.index(at + 1))
             kept = self.keeping.put(saved), arrived if keeps else []
             return (carry, ahead, waiting, stacks, carried + 1), (ys, kept)
 
-        shards = [self.shards_at(inputs, self.layer(at)) for at in range(1 + early)]
-        crossed, *waiting = [self.cross(inputs, each) for each in shards]
+        shards = [self.shards_at(xs, self.layer(at)) for at in range(1 + early)]
+        crossed, *waiting = [self.body.cross(each) for each in shards]
         stacks = with_layer(empty_stacks(crossed, last + 1), crossed, self.index(0))
-        state = (carry, self.arrive(inputs, shards[0], crossed), waiting, stacks)
+        state = (carry, self.body.arrive(shards[0], crossed), waiting, stacks)
         parts, kept = [], []
         for turns in self.ranges:
             turn = functools.partial(step, turns.start == self.regathered)
@@ -316,10 +292,10 @@ class PrefetchedLayers(Layers):
     def turn(self, i: Index, counted: Index) -> Layer:
         return Layer(i, counted, self.how.counted)
 
-    def shards_at(self, inputs: Sequence[Value], at: Layer) -> list[Value | None]:
-        _, _, xs = self.parts(inputs)
-        # The loop gathers only shards; None stands for each other input.
-        return fetched_layer([x if isinstance(x, Held) else None for x in xs], at)
+    def shards_at(self, xs: Sequence[Value], at: Layer) -> list[Value | None]:
+        """Returns the shards that one layer gathers, and None for each other input of its body."""
+        shards = fetched_layer([x if isinstance(x, Held) else None for x in xs], at)
+        return [*[None] * self.first_x, *shards]
 
 
 class _Backward:
@@ -335,7 +311,7 @@ class _Backward:
     ) -> None:
         self.layers, self.body, self.index = layers, layers.body, layers.index
         self.crossed, (self.residuals, (self.last_saved, self.last_weights)) = crossed, saved
-        self.consts, self.carry, self.xs = layers.parts(inputs)
+        self.consts, _, self.xs = layers.parts(inputs)
         self.updates, self.inputs = layers.how.updates(self.xs), as_read(inputs)
         self.d_carry, self.d_ys = layers.d_outs(cts)
         self.last = layers.loop.length - 1
@@ -349,9 +325,11 @@ class _Backward:
         """Returns the gradients of the inputs."""
         last, stacks, first = self.last, self.updates.stacks, self.layers.regathered
         grads = self.d_carry, self.layers.d_consts(self.consts, self.last_saved.wanted)
-        ahead = self.arrive(self.source_at(stacks, self.layers.layer(first - 1))) if first else []
+        ahead = (
+            self.body.arrive(*self.source_at(stacks, self.layers.layer(first - 1))) if first else []
+        )
         source = self.source_at(stacks, self.layers.layer(last))
-        arrived = self.last_weights or self.arrive(source)
+        arrived = self.last_weights or self.body.arrive(*source)
         grads, left = self.unreduced(grads, arrived, self.last_saved, last)
         types = jax.eval_shape(lambda left: self.updates.left(self.reduced(left, last)), left)
         state = (grads, ahead, left, empty_stacks(types, last + 1), stacks)
@@ -398,8 +376,7 @@ class _Backward:
 
     def source_at(self, stacks: list, at: Layer) -> LayerSource:
         """Returns the sources of one layer's weights, some of them updated by now."""
-        xs = self.updates.as_updated(self.xs, stacks)
-        shards = self.layers.shards_at([*self.consts, *self.carry, *xs], at)
+        shards = self.layers.shards_at(self.updates.as_updated(self.xs, stacks), at)
         return shards, layer_of(self.crossed, at.i)
 
     def ordered(
@@ -414,17 +391,13 @@ class _Backward:
         have nothing to run beside: see the note on what ends an iteration.
         """
         if not self.in_turn:
-            return lax.optimization_barrier((self.arrive(source), sums))
+            return lax.optimization_barrier((self.body.arrive(*source), sums))
         shards, crossed, sums = list(source[0]), list(source[1]), list(sums)
-        first = len(self.inputs) - len(shards)
         for i, shard in enumerate(self.body.split.gathers.values()):
-            at = self.body.split.invars.index(shard.root) - first
+            at = self.body.split.invars.index(shard.root)
             tied = lax.optimization_barrier((shards[at], crossed[i], sums[i]))
             shards[at], crossed[i], sums[i] = tied
-        return self.arrive((shards, crossed)), sums
-
-    def arrive(self, source: LayerSource) -> list[Transit]:
-        return self.layers.arrive(self.inputs, *source)
+        return self.body.arrive(shards, crossed), sums
 
     def unreduced(
         self, grads: tuple[list, list], arrived: list[Transit], saved: Saved, at: Index
