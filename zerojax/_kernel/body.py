@@ -228,6 +228,7 @@ class Body:
     ) -> None:
         self.split, self.how, self.run, self.lost, self.wrap = split, how, run, lost, wrap
         self.is_weight = [k is not None for k in split.kinds]
+        self.float_outs = [is_float(v.aval) for v in split.outvars]
         # What the main part reads beside the frontier: shards for inner loops, and plain inputs.
         self.rest = [*split.loop_roots, *where(split.invars, [not w for w in self.is_weight])]
 
@@ -311,7 +312,7 @@ class Body:
             return jax.vjp(main, varied, rest, has_aux=True)
 
         float_outs, vjp, other_outs = vjp_of(frontier)
-        outs = merge(self._float_outs(), float_outs, other_outs)
+        outs = merge(self.float_outs, float_outs, other_outs)
         return outs, strip(vjp, self.known(frontier, inputs), wanted)
 
     def known(self, frontier: Sequence[Array], inputs: Sequence[Value]) -> list[Array | None]:
@@ -364,7 +365,7 @@ class Body:
 
         frontier, prefix_vjp = jax.vjp(prefix, varied)
         vjp = restore(saved, self.known(frontier, inputs))
-        d_varied, d_inputs = vjp(where(cts, self._float_outs()))
+        d_varied, d_inputs = vjp(where(cts, self.float_outs))
         d_frontier = gradients(frontier, self._frontier_varies(saved.wanted), d_varied)
         pairs = zip(frontier, d_frontier, strict=True)
         (d_prefix,) = prefix_vjp([zeros_like(x) if d is None else d for x, d in pairs])
@@ -417,9 +418,6 @@ class Body:
             made = any(varies.get(v, False) for v in eqn.invars if is_var(v))
             varies |= dict.fromkeys(eqn.outvars, made)
         return [varies.get(v, False) for v in self.split.frontier]
-
-    def _float_outs(self) -> list[bool]:
-        return [is_float(v.aval) for v in self.split.outvars]
 
 
 def read(env: Env, atoms: Sequence[Atom]) -> list[Any]:
