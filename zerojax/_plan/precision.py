@@ -1,7 +1,6 @@
 """The dtypes of a step, for storage, compute, communication and the optimizer's state; casts."""
 
 import dataclasses
-import functools
 import json
 from typing import Any
 
@@ -175,14 +174,13 @@ def cast_floats(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
 def seen_in(tree: PyTree, compute: DTypeLike | None, stored: DTypeLike | None) -> PyTree:
     """Returns the shapes of a loss's inputs as the loss sees them. Codes stay: a loss sees their
     weights in the dtype of the others, that in which it computes or these are stored."""
-    if (dtype := compute or stored) is not None:
-        seen = functools.partial(_decoded_in, dtype=dtype)
-        tree = jax.tree.map(seen, tree, is_leaf=is_packed)
-    return cast_floats(tree, compute)
+    dtype = compute or stored
+    return cast_floats(tree if dtype is None else decoded_in(tree, dtype), compute)
 
 
-def _decoded_in(node: PyTree, dtype: DTypeLike) -> PyTree:
-    return node.astype(dtype) if is_packed(node) else node
+def decoded_in(tree: PyTree, dtype: DTypeLike) -> PyTree:
+    """Returns a tree whose codes make weights of this dtype."""
+    return jax.tree.map(lambda x: x.astype(dtype) if is_packed(x) else x, tree, is_leaf=is_packed)
 
 
 def is_float(leaf: PyTree) -> bool:

@@ -21,9 +21,9 @@ from zerojax._kernel.places import Placement, as_names, axes_size, beyond
 from zerojax._kernel.travel import names_in
 from zerojax._plan.padding import padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.precision import decoded_in
 from zerojax._run import agreement as _agreement
 from zerojax._state import refusals as _refusals, state as _state
-from zerojax._state.packed import is_packed
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree, Shape
 from zerojax._wire import codecs as _codecs
@@ -88,10 +88,7 @@ def resharded(
     _agreement.agree("zerojax.resharded", lambda: said, leaves[0].value.sharding.mesh)
     new = _mover(tuple(moves))([leaf.value for leaf in leaves])
     new = jax.tree.structure(params).unflatten(new)
-    if dtype is None:
-        return new
-    # Weights in codes will be decoded in this dtype.
-    return jax.tree.map(lambda x: x.astype(dtype) if is_packed(x) else x, new, is_leaf=is_packed)
+    return new if dtype is None else decoded_in(new, dtype)
 
 
 def check_float(dtype: DTypeLike | None) -> None:
