@@ -127,16 +127,12 @@ def error(
     """Returns what all processes raise. `said` has, for each, its host, the numbers of
     its devices there, and its three runs."""
     told = {process: json.loads(text) for process, text in said.items()}
-    runs = [
-        Checksums(
-            *(
-                {k: row for _, *own in told.values() for k, row in own[i + 1][which].items()}
-                for which in (0, 1)
-            )
-        )
-        for i in range(3)
-    ]
-    first, second, third = runs
+
+    def run(number: int) -> Checksums:
+        parts = zip(*(own[2 + number] for own in told.values()), strict=True)
+        return Checksums(*({k: row for rows in part for k, row in rows.items()} for part in parts))
+
+    first, second, third = map(run, range(3))
     if first == second:
         where, devices, leaves = _unlike_copies(second, results, mesh)
         return _told(f"{where}, in both runs", "", devices, leaves, told, mesh)
