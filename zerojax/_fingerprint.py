@@ -62,14 +62,13 @@ def _lines(jaxpr: jex_core.Jaxpr, consts: Sequence[ArrayLike], indent: str) -> I
         return names.setdefault(atom, f"v{next(number)}")
 
     for eqn in jaxpr.eqns:
-        inner = _compat.closed_jaxprs(eqn)
         params = sorted((k, show(value)) for k, value in eqn.params.items() if value is not None)
         shown = " ".join(f"{key}={text}" for key, text in params)
         inputs, outputs = (" ".join(map(name, atoms)) for atoms in (eqn.invars, eqn.outvars))
         types = " ".join(str(var.aval).lstrip("~") for var in eqn.outvars)  # weak ones are alike
         scope = eqn.source_info.name_stack
         yield f"{indent}{scope} {outputs}:{types} = {eqn.primitive.name} {inputs} {shown}"
-        for one, its_consts in inner:
+        for one, its_consts in _compat.closed_jaxprs(eqn):
             yield from _lines(one, its_consts, indent + "  ")
     yield f"{indent}return " + " ".join(map(name, jaxpr.outvars))
 

@@ -40,11 +40,10 @@ def human_bytes(count: Number) -> str:
     """Formats 1536 as '1.5 KiB', what is unknown as '-'."""
     if count is None:
         return "-"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(count) >= 1024 and len(units) > 1:
+        count, units = count / 1024, units[1:]
+    return f"{count:.{int(units[0] != 'B')}f} {units[0]}"
 
 
 def human_time(seconds: Number) -> str:

@@ -250,7 +250,9 @@ class Team:
 
     def _end_together(self) -> None:
         if self.failed is None:
-            self.failed = next(filter(self._has_failed, self.processes), None)
+            fine = AFTER_SIGTERM if signal.SIGTERM in self.told else (0,)
+            failed = (one for one in self.processes if one.status not in (None, *fine))
+            self.failed = next(failed, None)
             if self.failed is not None:
                 self.kills_at = time.monotonic() + self.grace
                 for process in self.processes:
@@ -258,10 +260,6 @@ class Team:
         if time.monotonic() > self.kills_at:
             for process in self.processes:
                 process.kill()
-
-    def _has_failed(self, process: _Process) -> bool:
-        fine = AFTER_SIGTERM if signal.SIGTERM in self.told else (0,)
-        return process.status not in (None, *fine)
 
     def code(self) -> int:
         """Returns the exit code of all, and says which process failed first."""

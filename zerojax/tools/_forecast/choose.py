@@ -420,15 +420,13 @@ class Search:
         """Compiles the best ways of each kind that fit by the plan, while they may be faster than
         the best so far."""
         fit = [one for one in ranked if one.peak <= ROUGHLY * self.usable]
-        ways = {one.way for one in fit}
-
-        def offloads_in_vain(way: WayToTrain) -> bool:
-            return bool(way.offload) and dataclasses.replace(way, offload=way.offload[:-1]) in ways
-
+        # To offload more is in vain where less of it fits.
+        more = {one.way: dataclasses.replace(one.way, offload=one.way.offload[:-1]) for one in fit}
+        in_vain = {way for way, less in more.items() if way.offload and less in more}
         for exact, most in ((True, EXACT_FAMILIES), (False, LOSSY_FAMILIES)):
             families: dict[WayToTrain, list[Tried]] = {}
             for one in fit:
-                if one.way.is_exact == exact and not offloads_in_vain(one.way):
+                if one.way.is_exact == exact and one.way not in in_vain:
                     families.setdefault(one.family, []).append(one)
             for family in itertools.islice(families.values(), most):
                 fits = (case for case in self.compiled.values() if case.fits)
