@@ -57,7 +57,7 @@ def split(
     """
     splitter = Splitter(pull, checkpointed, attach)
     for var, kind in zip(jaxpr.invars, kinds, strict=True):
-        splitter.bring_in(var, kind)
+        splitter.kinds[var] = Shard(var, kind) if isinstance(kind, Cut) else kind
     splitter.inliner.constants.update(zip(jaxpr.constvars, consts, strict=True))
     main: list[Op] = []
     eqns = splitter.inline(jaxpr.eqns)
@@ -92,7 +92,6 @@ class Splitter:
         self.pull, self.checkpointed, self.attach = pull, checkpointed, attach
         self.inliner = Inliner()
         self.kinds: dict[Var, Kind] = {}
-        self.roots: dict[Var, Shard] = {}
         self.gathers: dict[Var, Shard] = {}
         self.gathered: dict[Shard, Var] = {}
         self.prefix: list[JaxprEqn] = []
@@ -103,11 +102,6 @@ class Splitter:
         self.codes: dict[int, tuple[str, Jaxpr]] = {}
 
     # -- kinds of variables
-
-    def bring_in(self, var: Var, kind: InputKind) -> None:
-        if isinstance(kind, Cut):
-            self.roots[var] = Shard(var, kind)
-        self.kinds[var] = self.roots[var] if isinstance(kind, Cut) else kind
 
     def kind(self, atom: Atom) -> Kind:
         if not is_var(atom) or atom in self.inliner.constants:
@@ -236,7 +230,8 @@ class Splitter:
         ops = alive(ops, outvars, reads_of)
         made = {v for op in ops for v in op.outvars}
         read = unique(v for op in ops for v in reads_of(op) if v not in made)
-        roots = unique(self.roots[shard.root] for shard in shards_read(ops))
+        kinds = (self.kinds[shard.root] for shard in shards_read(ops))
+        roots = unique(kind for kind in kinds if isinstance(kind, Shard))
         operands: list[Shard | Atom] = [*read, *roots]
         inner = Split(
             invars=[*read, *(shard.root for shard in roots)],
