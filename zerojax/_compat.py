@@ -94,9 +94,9 @@ def has_side_effects(step: HasEffects) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in step.effects)
 
 
-def names_an_axis(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr, at any depth, speaks to other devices or asks which one it is on."""
-    return any(type(effect).__name__ == "NamedAxisEffect" for effect in jaxpr.effects)
+def names_an_axis(step: HasEffects) -> bool:
+    """Whether code, at any depth, speaks to other devices or asks which one it is on."""
+    return any(type(effect).__name__ == "NamedAxisEffect" for effect in step.effects)
 
 
 def fresh(var: Var | Literal, aval: AbstractValue | None = None) -> Var:

@@ -106,7 +106,7 @@ class Watch:
 
 def _sends(eqn: JaxprEqn) -> bool:
     """Whether an equation speaks to other devices, at any depth."""
-    if not any(type(effect).__name__ == "NamedAxisEffect" for effect in eqn.effects):
+    if not _compat.names_an_axis(eqn):
         return False
     if inner := _compat.inner_jaxprs(eqn):
         return any(map(_sends, (one for jaxpr in inner for one in jaxpr.eqns)))
