@@ -312,7 +312,9 @@ class _Backward:
         self.layers, self.body, self.index = layers, layers.body, layers.index
         self.crossed, (self.residuals, (self.last_saved, self.last_weights)) = crossed, saved
         self.consts, _, self.xs = layers.parts(inputs)
-        self.updates, self.inputs = layers.how.updates(self.xs), as_read(inputs)
+        # The carry of an iteration is lost, so it comes as types.
+        self.before = [*self.consts, *layers.carry_types(inputs)]
+        self.updates = layers.how.updates(self.xs)
         self.d_carry, self.d_ys = layers.d_outs(cts)
         self.last = layers.loop.length - 1
         cuts = [shard.cut for shard in layers.loop.split.gathers.values()]
@@ -418,7 +420,7 @@ class _Backward:
 
     def added(self, d_xs: list, sums: list[Array | None], at: Index) -> list[Gradient]:
         """Returns one layer's gradients, from the reduced ones and those without a reduction."""
-        nothing = [None] * (len(self.inputs) - len(d_xs))
+        nothing = [None] * len(self.before)
         return self.body.added(self.layer_at(at), [*nothing, *d_xs], sums)[len(nothing) :]
 
     def stacked(self, d_stacks: list, done: list[Gradient], at: Index) -> list:
@@ -426,7 +428,5 @@ class _Backward:
         return with_layer(d_stacks, self.updates.left(done), self.index(at))
 
     def layer_at(self, at: Index) -> list[Any]:
-        """Returns the inputs of one layer's body. Its carry is lost, so it comes as types."""
-        consts, _, xs = self.layers.parts(self.inputs)
-        types = self.layers.carry_types(self.inputs)
-        return [*consts, *types, *layer_of(xs, self.index(at))]
+        """Returns the inputs of one layer's body."""
+        return [*self.before, *layer_of(as_read(self.xs), self.index(at))]
