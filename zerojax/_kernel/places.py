@@ -102,7 +102,7 @@ def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str
             raise ValueError(
                 f"{f'stage {stage}' if by_stage else 'groups='} shards {inner} over {over[inner]}, "
                 f"but {outer} only over {over[outer]}. Every axis that shards {inner} must also "
-                f"shard {outer}: add {_listed(missing)} to groups[{outer!r}]"
+                f"shard {outer}: add {' and '.join(map(repr, missing))} to groups[{outer!r}]"
                 + (f", or shard {inner} over fewer axes." if by_stage else ".")
             )
     fastest_first, order = axes[::-1], ()  # so that a node gathers contiguous blocks
@@ -117,10 +117,6 @@ def as_names(names: object) -> Axes | None:
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         return None
     return tuple(names)
-
-
-def _listed(names: Axes) -> str:
-    return " and ".join(map(repr, names))
 
 
 @dataclasses.dataclass(frozen=True)
