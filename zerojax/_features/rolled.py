@@ -306,13 +306,13 @@ class _Scanned:
             return atoms[0]
         if of_second.ago == 1:
             assert of_second.place is not None
-            key, var = (of_second.place, _key(atoms[0])), _compat.fresh(atoms[1])
+            key, var = (of_second.place, same_as(atoms[0])), _compat.fresh(atoms[1])
             return self.carried.setdefault(key, (of_second.place, atoms[0], var))[-1]
         return self.from_outside(atoms)
 
     def from_outside(self, atoms: tuple[Atom, ...]) -> Atom:
         first, search = atoms[0], self.search
-        if len({*map(_key, atoms)}) == 1:
+        if len({*map(same_as, atoms)}) == 1:
             return self.shared.setdefault(first, _compat.fresh(first)) if is_var(first) else first
         if all(is_var(v) and v in search.params for v in atoms):
             stack = tuple(search.params[v] for v in atoms if is_var(v))
@@ -324,7 +324,7 @@ class _Scanned:
         return self.moved[atoms]
 
     def one_of(self, atoms: tuple[Atom, ...]) -> Var:
-        key = tuple(map(_key, atoms))
+        key = tuple(map(same_as, atoms))
         return self.scanned.setdefault(key, (atoms, _compat.fresh(atoms[0])))[-1]
 
     def made_in_loop(self, atoms: tuple[Atom, ...]) -> Var:
@@ -412,7 +412,3 @@ def one_for_all(eqns: Sequence[JaxprEqn], operand: Callable[[tuple[Atom, ...]], 
 
 def _keeps(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in FUSED
-
-
-def _key(atom: Atom) -> Hashable:
-    return atom if is_var(atom) else same_as(atom)

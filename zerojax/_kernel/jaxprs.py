@@ -238,10 +238,9 @@ def is_checkpoint(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _compat.REMAT
 
 
-def same_as(literal: Atom) -> Hashable:
-    """Returns what is equal for equal literals."""
-    assert isinstance(literal, Literal)
-    return literal.aval, np.asarray(literal.val).tobytes()
+def same_as(atom: Atom) -> Hashable:
+    """Returns what is equal for equal literals; of a variable, itself."""
+    return atom if is_var(atom) else (atom.aval, np.asarray(atom.val).tobytes())
 
 
 def nbytes(variables: Iterable[Atom]) -> int:
