@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
+from zerojax import _compat
 from zerojax._deprecations import arguments
 
 A = TypeVar("A")
@@ -83,9 +84,10 @@ def _named_types(
 ) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        if frame.filename.startswith(PACKAGE) and (frame.line or "").startswith("raise"):
+        is_ours = frame.filename.startswith(PACKAGE) and (frame.line or "").startswith("raise")
+        if is_ours or _compat.is_of_runtime(error):
             raise
         try:
             bound = signature.bind(*args, **named).arguments
@@ -134,7 +136,8 @@ def _is_of(value: Any, hint: Any) -> bool:
     if getattr(kind, "_is_protocol", False) and kind is not Callable:
         return all(hasattr(value, name) for name in vars(kind) if not name.startswith("_"))
     if kind in (int, float):
-        return isinstance(value, numbers.Integral if kind is int else numbers.Real)
+        is_number = isinstance(value, numbers.Integral if kind is int else numbers.Real)
+        return is_number or getattr(value, "shape", None) == ()
     if not isinstance(value, kind) or (kind is not str and isinstance(value, str)):
         return False
     if issubclass(kind, Mapping) and parts:

@@ -138,7 +138,7 @@ def batches(me, state, batch):
 
 
 def in_loop(directory, method, *args, **options):
-    with zerojax.Checkpoints(f"{directory}/loop") as checkpoints:
+    with zerojax.Checkpoints(f"{directory}/loop", keep=None) as checkpoints:
         getattr(checkpoints, method)(*args, **options)
 
 

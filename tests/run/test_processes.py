@@ -100,10 +100,11 @@ def test_processes_that_disagree_are_all_told_in_what(tmp_path):
 
 
 ORDERS = {  # what processes 0 and 1 call
-    "evaluations": ("the step of call 2", "eval_step of call 4"),
-    "turns": ("the step of call 2", "the step of call 3"),
-    "rate": ("the step of call 2", "new values of opt_state/hyperparams/learning_rate"),
-    "weights": ("the step of call 2", "zerojax.full_params"),
+    "end": ("the end of its program", "the step of call 2 (loss)"),
+    "evaluations": ("the step of call 2 (loss)", "eval_step of call 4 (loss)"),
+    "turns": ("the step of call 2 (loss)", "the step of call 3 (twice)"),
+    "rate": ("the step of call 2 (loss)", "new values of opt_state/hyperparams/learning_rate"),
+    "weights": ("the step of call 2 (loss)", "zerojax.full_params"),
 }
 
 

@@ -350,8 +350,8 @@ class Checkpoints:
             raise ValueError(
                 f"step {step} cannot be saved: {self.directory} has an earlier run, up to step "
                 f"{self._earlier}, that was not resumed. Checkpoints of this one would replace its "
-                "(keep=), or be among them. Continue it with resume(), or give this run its own "
-                "directory."
+                "(keep=), or be among them. Continue it with resume(), give this run its own "
+                "directory, or keep all: keep=None, for later steps."
             )
 
     def _save_last(self, item: tuple) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from etils import epath
 from jax.typing import DTypeLike
 
-from zerojax import _compat
+from zerojax import _compat, _fingerprint
 from zerojax._checkpoint import (
     files as _files,
     matching as _matching,
@@ -82,7 +82,10 @@ def export_safetensors(
     tensors = _exported(by_tensor, values)
     first = jax.process_index() == 0
     target = _save.absolute(path)
-    lines = [f"{name} {tensor.struct} of {tensor.parts}" for name, tensor in by_tensor.items()]
+    lines = [
+        f"{name} {_fingerprint.of_shapes(tensor.struct)} of {tensor.parts[0].leaf} {tensor.parts}"
+        for name, tensor in by_tensor.items()
+    ]
     options = {"tensors": "\n".join(lines), "max_file_bytes": max_file_bytes}
     _save.agree("zerojax.checkpoint.export_safetensors", target, **options)
     parts = target.parent / f"{target.name}.unfinished"

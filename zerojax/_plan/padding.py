@@ -11,9 +11,9 @@ means depend on them.
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,8 @@ from zerojax._warn import warn
 
 _WARNED: list[str] = []  # the path that a warning has named: one warning in a process is enough
 
-# The arrays of placed states that rest padded, by their ids, paths and logical shapes.
-_RESTING: WeakValueDictionary[tuple[int, str, Shape], Array] = WeakValueDictionary()
+# The arrays of placed states that rest padded, by their ids, with paths and logical shapes.
+_RESTING: dict[int, tuple[weakref.ref[Array], str, Shape]] = {}
 # The functions that drop padding, as jaxprs name them.
 DROP = frozenset({"logical_leaves", "_logical"})
 
@@ -175,7 +175,13 @@ def remember(arrays: Iterable[tuple[PyTree, str, Shape]]) -> None:
     say it."""
     for value, path, shape in arrays:
         if isinstance(value, jax.Array) and not isinstance(value, Tracer):
-            _RESTING[id(value), path, shape] = value
+            forget = functools.partial(_forget, id(value))
+            _RESTING[id(value)] = weakref.ref(value, forget), path, shape
+
+
+def _forget(key: int, reference: weakref.ref[Array]) -> None:
+    if (known := _RESTING.get(key)) and known[0] is reference:
+        _RESTING.pop(key, None)
 
 
 def remember_state(state: PyTree, plan: Layout) -> None:
@@ -186,8 +192,8 @@ def remember_state(state: PyTree, plan: Layout) -> None:
 
 def resting(value: PyTree) -> tuple[str, Shape] | None:
     """Returns the path and the logical shape of an array that rests padded in some state."""
-    known = _RESTING.items() if isinstance(value, jax.Array) else ()
-    return next(((path, shape) for (_, path, shape), array in known if array is value), None)
+    known = _RESTING.get(id(value))
+    return None if known is None or known[0]() is not value else known[1:]
 
 
 def resting_shapes(tree: PyTree, but: Container[str] = ()) -> dict[str, Shape]:

@@ -41,6 +41,7 @@ TIME_TO_RAISE = 5.0  # seconds after which a process that does not is ended
 IN_ORDER = " Each makes the same calls in the same order, as many steps and evaluations as others."
 
 BEATS = "zerojax/alive/"  # a key for each process, in runs that survive lost processes
+ENDED = "zerojax/ended/"  # a key for each process whose program has ended
 GONE = "lost"
 
 _meetings: collections.Counter[str] = collections.Counter()  # so far, by channel
@@ -68,6 +69,16 @@ def new_run() -> None:
         of_run.clear()
 
 
+def note_end() -> None:
+    """Tells the others that the program of this process has ended: no call of theirs meets it."""
+    me = _compat.run_of_processes().process_id
+    with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError):
+        _compat.shared_store().key_value_set(f"{ENDED}{me}", "")
+    for calls in _COMMON.values():
+        with contextlib.suppress(ValueError):  # it ends with this difference
+            calls.add("the end of its program")
+
+
 class _Calls:
     """The last calls that this process makes together with the other `members`."""
 
@@ -82,9 +93,10 @@ class _Calls:
     def add(self, line: str) -> int:
         """Notes a call; returns its number. Raises if a process has made another one before."""
         self.check()
+        shown = line.replace("\n", " ")[:MOST_CHARACTERS]
         with self.lock:
             number, digest, _ = self.lines[-1] if self.lines else (0, 0, "")
-            self.lines.append((number + 1, zlib.crc32(line.encode(), digest), line))
+            self.lines.append((number + 1, zlib.crc32(line.encode(), digest), shown))
         return number + 1
 
     def check(self) -> None:
@@ -149,19 +161,20 @@ def agree(
     mesh: Mesh | None = None,
     remedy: str = "",
     ordered: bool = True,
+    name: str = "",
 ) -> Known | None:
     """Raises in every process, and names the difference, if the `items` of one differ.
 
     The processes that have devices of `mesh`, by default all, call it at the same points of their
     program. A single process does nothing. A call that does not communicate is not `ordered`:
-    another thread may place batches.
+    another thread may place batches. `name` tells calls of one kind apart.
     """
     if not jax.distributed.is_initialized():
         return None
     members = _members(mesh)
     if len(members) == 1 or jax.process_index() not in members:
         return None
-    said = {"the call": call, **versions()}
+    said = {"the call": call + name, **versions()}
     if not ordered:
         channel = f"zerojax/{call}/{zlib.crc32(repr(members).encode())}"
         keys = f"{channel}/{_meetings[channel]}", f"{channel}/{_meetings[channel] + 1}"
@@ -174,8 +187,10 @@ def agree(
         number = calls.add(call)
         said["the calls before"] = calls.written(SENT_LINES)
         keys = calls.met, f"{calls.key}/{number}"
-        calls.met, known = keys[1], Known(calls, f"{call} of call {number}")
+        calls.met, known = keys[1], Known(calls, f"{call} of call {number}{name}")
     if difference := _difference_between(members, call, {**said, **items()}, *keys, calls):
+        if calls is not None:
+            calls.raised.set()
         raise ValueError(difference + remedy)
     return known
 
@@ -189,10 +204,11 @@ def _members(mesh: Mesh | None) -> tuple[int, ...]:
 def _compare_lines() -> None:
     """Compares the calls of the processes, until this one ends."""
     while not _OVER.wait(max(EVERY, _compat.run_of_processes().num_processes / 200)):
+        store = _compat.shared_store()
         for calls in [*_COMMON.values()]:
             # There is no difference to get, or no run; lost processes are the listener's affair.
             with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError):
-                calls.exchange(_compat.shared_store())
+                calls.exchange(store)
 
 
 _THREAD = threading.Thread(target=_compare_lines, name="zerojax-calls", daemon=True)
@@ -278,11 +294,11 @@ def told(call: str, text: str, mesh: Mesh) -> dict[int, str]:
 def _read(key: str, process: int, call: str, calls: _Calls | None = None) -> str:
     """Returns the value that `process` writes, whenever that is: it may still load its data.
 
-    It raises when the process no longer says that it is alive, or has made another call.
+    It raises when the process is lost, has ended its program, or has made another call.
     """
     waited = 0
     while True:
-        is_lost = f"{BEATS}{process}" in _lost
+        is_lost, has_ended = f"{BEATS}{process}" in _lost, _has_ended(process)
         try:
             return _compat.shared_store().blocking_key_value_get(key, 1000)
         except jax.errors.JaxRuntimeError as error:
@@ -291,13 +307,37 @@ def _read(key: str, process: int, call: str, calls: _Calls | None = None) -> str
         if calls is not None:
             calls.check()
         waited += 1
+        if has_ended and waited > 2 * EVERY + 1:  # in numbered calls, their order says more
+            raise ValueError(
+                f"{call}: process {process} has ended its program, and this one would wait for it "
+                "for ever." + IN_ORDER
+            )
         if waited % PATIENCE == 0:
+            _check_ahead(process, call)
             print(
                 f"zerojax: process {_compat.run_of_processes().process_id} has waited {waited} s "
                 f"in {call} for process {process}, or for one that this one waits for.",
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _check_ahead(process: int, call: str) -> None:
+    """Raises if a process that this one waits for goes on with calls that both make."""
+    for calls in _COMMON.values():
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has made none
+            lines = _lines(_compat.shared_store().key_value_try_get(f"{calls.key}/of/{process}"))
+            if max(lines) > (calls.lines[-1][0] if calls.lines else 0):
+                raise ValueError(
+                    f"{call}: process {process} goes on, to {lines[max(lines)][1]}, without what "
+                    f"this process waits in: a batch of another shape, say.{IN_ORDER}"
+                )
+
+
+def _has_ended(process: int) -> bool:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has not
+        return _compat.shared_store().key_value_try_get(f"{ENDED}{process}") is not None
+    return False
 
 
 def wait_for_all(*, key: str, **_: object) -> None:

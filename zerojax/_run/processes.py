@@ -235,6 +235,7 @@ class _SharedEnd:
                 self.tell_others(f"ended with status {self.status}")
             else:
                 self.write(LEFT, f"process {run.process_id}")
+                _agreement.note_end()
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # JAX waits on, or aborts
                     self.wait_for_all()
         self.over.set()

@@ -244,12 +244,13 @@ def finds(pattern: object, name: str, option: str) -> bool:
             f"{option}{pattern!r} is not a path pattern. Pass one regular expression, a string, as "
             f"in {option}'norm|bias'."
         )
-    if "" in re.split(r"(?<!\\)\|", pattern):
-        raise ValueError(
-            f"{option} has the path pattern {pattern!r}, which is empty or has an empty "
-            "alternative: it matches every path. Leave the option out, or pass '.*' to mean all."
-        )
     try:
+        if re.search(pattern, "") and re.search(r"(^|\(|(?<!\\)\|)(\||\)|$)", pattern):
+            raise ValueError(
+                f"{option} has the path pattern {pattern!r}, which is empty or has an empty "
+                "alternative: it matches every path. Leave the option out, or pass '.*' to mean "
+                "all."
+            )
         return re.search(pattern, name) is not None
     except re.error as error:
         raise ValueError(

@@ -278,7 +278,11 @@ class Step:
             return self.facts(plan, shapes, program) | _fingerprint.of_values(named_leaves)
 
         call = "the step" if self.recipe.options.differentiates else "eval_step"
-        self.agreed[plan, shapes] = _agreement.agree(call, items, plan.mesh, remedy=OWN_ROWS)
+        name = getattr(self.recipe.loss_fn, "__name__", "")
+        name = f" ({name})" * name.isidentifier()
+        self.agreed[plan, shapes] = _agreement.agree(
+            call, items, plan.mesh, remedy=OWN_ROWS, name=name
+        )
 
 
 def _has_tracers(tree: PyTree) -> bool:

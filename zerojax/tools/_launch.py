@@ -29,7 +29,7 @@ END_OF_LINE = re.compile(rb"\r\n|\n|\r")  # progress bars end theirs with \r
 TRACEBACK = "Traceback (most recent call last):"
 LINE_BYTES = 2**16  # of a line are kept until its end comes; the rest goes on in parts
 # Reads groups of processes, and ends them where `launch` is killed, which closes its input.
-GUARD = """trap '' HUP INT TERM
+GUARD = """trap '' HUP INT TERM; groups=
 while read -r group; do groups="$groups -$group"; done
 kill -s TERM -- $groups; sleep "$0"; kill -s KILL -- $groups"""
 

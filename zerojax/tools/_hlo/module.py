@@ -345,7 +345,8 @@ class Module:
     @functools.cached_property
     def read_by_layers(self) -> set[int]:
         """The sizes of the arrays of which a loop of JAX reads a slice along the first dimension in
-        each turn. XLA:GPU may make two turns one, and XLA:CPU makes a loop of a scatter."""
+        each turn. XLA:GPU may make two turns one, and runs the first and the last outside; XLA:CPU
+        makes a loop of a scatter."""
         sizes, parts = set(), self.computations
         loops = (one for part in parts.values() for one in part.values() if one.trip_count)
         for loop in (one for one in loops if re.search("(^|/while)$", one.op_name)):
@@ -354,7 +355,8 @@ class Module:
             for one in itertools.chain(inside, *fused):
                 dims = one.operands[0].arrays[0].dims if one.base == "dynamic-slice" else ()
                 slices = ",".join(map(str, (1, *dims[1:])))
-                turns = dims and loop.trip_count in (dims[0], dims[0] // 2)
+                counts = (loop.trip_count, 2 * loop.trip_count)
+                turns = dims and any(dims[0] - 2 <= count <= dims[0] for count in counts)
                 if turns and one.attribute(r"dynamic_slice_sizes=\{([\d,]*)\}") == slices:
                     sizes.add(math.prod(dims))
         return sizes
