@@ -15,7 +15,8 @@ from flax.training.train_state import TrainState
 import zerojax
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--case", choices=["end", "evaluations", "turns", "rate", "weights"], required=True)
+CASES = ["end", "evaluations", "turns", "rate", "weights"]
+parser.add_argument("--case", choices=CASES, required=True)
 CALLS, SECONDS = 60, 0.05  # a step
 
 

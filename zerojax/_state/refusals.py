@@ -148,9 +148,8 @@ def check_alive(tree: PyTree, name: str = "state") -> None:
             )
 
 
-def check_distinct(state: PyTree) -> None:
+def check_distinct(leaves: Sequence[PyTree], state: PyTree) -> None:
     """Raises for an array that a state has twice, whose memory a step would donate twice."""
-    leaves = jax.tree.leaves(state)
     if len({*map(id, leaves)}) == len(leaves):
         return
     first: dict[int, Leaf] = {}

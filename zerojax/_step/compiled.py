@@ -56,11 +56,12 @@ class CompiledStep:
     def __call__(self, state: PyTree, *args: PyTree) -> PyTree:
         """Runs the step on `(state, batch[, rng])`."""
         with _arguments.explained((state, *args), {}, self.plan):
-            self.plan.compare_new(jax.tree.leaves(state))
+            leaves = jax.tree.leaves(state)
+            self.plan.compare_new(leaves)
             if self.known is not None:
                 self.known.again()
             if self.executable.donate_argnums:
-                _refusals.check_distinct(state)
+                _refusals.check_distinct(leaves, state)
             args = _move.own(args, self.plan.mesh.devices.flat)
             (_, *places), _ = self.executable.input_shardings
             args = jax.device_put(args, tuple(places))

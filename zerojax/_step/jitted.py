@@ -107,10 +107,12 @@ class Step:
         with _arguments.explained(args, named, self.recipe.plan):
             jitted = self.for_args(*args, **named)
             plan, others = self._plan_for(args, named), args[1:]
+            state = args[0] if args else named.get("state")
+            leaves = jax.tree.leaves(state)
             if self.donates:
-                _refusals.check_distinct(args[0] if args else named.get("state"))
+                _refusals.check_distinct(leaves, state)
             if plan is not None:
-                self.agree(jitted, plan, args, named)
+                self.agree(jitted, plan, leaves, args, named)
                 # A copy, because the user may change the batch while the step runs.
                 own = functools.partial(_move.own, devices=plan.mesh.devices.flat)
                 others = own(others)
@@ -251,7 +253,12 @@ class Step:
         }
 
     def agree(
-        self, jitted: Jitted, plan: Plan, args: Sequence[PyTree], named: dict[str, PyTree]
+        self,
+        jitted: Jitted,
+        plan: Plan,
+        state: Sequence[PyTree],
+        args: Sequence[PyTree],
+        named: dict[str, PyTree],
     ) -> None:
         """Raises where several processes run different steps.
 
@@ -259,10 +266,10 @@ class Step:
         """
         if not plan.mesh.is_multi_process:
             return
-        state = jax.tree.leaves(args[0] if args else named["state"])
         arguments = {**dict(zip(("batch", "rng"), args[1:], strict=False)), **named, "state": None}
         # Inside another `jax.jit` there are no values, and the program is the outer one's.
-        if _has_tracers((state, arguments)):
+        kinds = {*map(type, state), *kinds_of(arguments)}
+        if any(issubclass(kind, Tracer) for kind in kinds):
             return
         plan.compare_new(state)
         shapes = _fingerprint.of_shapes(arguments)

@@ -348,16 +348,17 @@ class Module:
         each turn. XLA:GPU may make two turns one, and runs the first and the last outside; XLA:CPU
         makes a loop of a scatter."""
         sizes, parts = set(), self.computations
-        loops = (one for part in parts.values() for one in part.values() if one.trip_count)
-        for loop in (one for one in loops if re.search("(^|/while)$", one.op_name)):
+        for loop in (one for part in parts.values() for one in part.values()):
+            turns = loop.trip_count
+            if turns is None or not re.search("(^|/while)$", loop.op_name):
+                continue
             inside = parts[loop.body].values()
             fused = (parts[one.called[0]].values() for one in inside if one.fuses)
             for one in itertools.chain(inside, *fused):
                 dims = one.operands[0].arrays[0].dims if one.base == "dynamic-slice" else ()
                 slices = ",".join(map(str, (1, *dims[1:])))
-                counts = (loop.trip_count, 2 * loop.trip_count)
-                turns = dims and any(dims[0] - 2 <= count <= dims[0] for count in counts)
-                if turns and one.attribute(r"dynamic_slice_sizes=\{([\d,]*)\}") == slices:
+                by_turn = dims and any(dims[0] - 2 <= n <= dims[0] for n in (turns, 2 * turns))
+                if by_turn and one.attribute(r"dynamic_slice_sizes=\{([\d,]*)\}") == slices:
                     sizes.add(math.prod(dims))
         return sizes
 
