@@ -277,69 +277,65 @@ def _by_speed(file, *parts: dict[str, str]) -> str:
     return _rows(["", *cards, "compute", "GiB between nodes", "temporary GiB"], lines)
 
 
-ERRORS = {"error": "as forecast", "error_fitted": "fitted"}
-USES = {"fit": "fitted to", "held out": "held out", "PyTorch": "of PyTorch"}
+USES = {
+    "held out": "of JAX, fitted to nothing",
+    "fit": "of JAX, that the rates were fitted to",
+    "PyTorch": "of PyTorch",
+}
+SHOWN = ("llama-8b", "llama-70b")  # whose choices the page has; the file has all
 
 
 def choices() -> str:
-    """Renders the way that `--choose` takes, and how much faster the best compiled one is."""
+    """Renders what `--choose` takes, and how much faster the best compiled configuration is."""
     stored = json.loads((HERE / "choices.json").read_text())
-    lines = [f"JAX {stored['jax']} ({_dates(stored)}).", ""]
-    header = ["GPUs, network", "chosen, exact", "step", "slower by", "chosen quantized", "step",
-              "slower by", "of"]  # fmt: skip
-    by_model = itertools.groupby(stored["rows"], lambda row: row["row"].split(" on ")[0])
-    for model, rows in by_model:
-        lines += [f"**{model}**", "", _line(header), "|---|---|---:|---:|---|---:|---:|---:|"]
-        lines += [_line(_choice_cells(row)) for row in rows] + [""]
-    return "\n".join(lines[:-1])
+    said = [f"JAX {stored['jax']} ({_dates(stored)})."]
+    for kind, name in (("", "exact numbers"), ("_quantized", "quantization")):
+        slower = [row[f"slower{kind}"] for row in stored["rows"]]
+        many = f"{sum(map(bool, slower))} of {len(slower)}, by at most {max(slower):.1%}"
+        said.append(f"With {name}, a faster configuration was left out in {many}.")
+    header = ["model, GPUs, network", "chosen, exact", "step", "chosen quantized", "step"]
+    rows = [_choice_cells(row) for row in stored["rows"] if row["row"].startswith(SHOWN)]
+    table = [_line(header), "|---|---|---:|---|---:|", *map(_line, rows)]
+    return "\n".join([*said, "", *table])
 
 
 def _choice_cells(row) -> list[str]:
-    where = row["row"].split(" on ")[1].replace("x", " ").replace(" at ", ", ")
-    cells = [where.partition(",")[0] if where.startswith("8 ") else where]
+    model, where = row["row"].split(" on ")
+    where = where.replace("x", " ").replace(" at ", ", ")
+    cells = [f"{model}, {where.partition(',')[0] if where.startswith('8 ') else where}"]
     for kind in ("", "_quantized"):
-        found, slower = row[f"chosen{kind}"], row[f"slower{kind}"]
-        cells += [f"`{found['way']}`" if found else "none"]
-        cells += [f"{found['step_ms']:.0f} ms" if found else "", f"{slower:.1%}" if found else ""]
-    return [*cells, str(len(row["compiled"]))]
+        choice = row[f"chosen{kind}"]
+        cells += [f"`{choice['way']}`", f"{choice['step_ms']:.0f} ms"] if choice else ["none", ""]
+    return cells
 
 
 def published() -> str:
-    """Renders published steps beside their replays."""
-    signed = lambda error: "" if error is None else f"{error:+.1f}%"
+    """Renders published steps of JAX that nothing was fitted to, beside their replays."""
     rows = [
         [
             row["row"],
-            USES[row["use"]],
             f"{row['measured']:.3f} s",
             f"{row['forecast']:.3f} s",
-            signed(row["error"]),
-            signed(row["error_fitted"]),
-            signed(row["error_of_its_own_program"]),
-            "" if row["use"] == "PyTorch" else f"{row['peak_gib']:.1f} of {row['usable_gib']:.1f}",
+            f"{row['error']:+.1f}%",
+            f"{row['peak_gib']:.1f} of {row['usable_gib']:.1f}",
         ]
         for row in _stored("published.json")["rows"]
+        if row["use"] == "held out"
     ]
-    header = ["step", "row is", "measured", "forecast", *ERRORS.values(), "its own program"]
-    sources = dict.fromkeys(row["source"] for row in _stored("published.json")["rows"])
-    listed = "\n".join(f"- {source}" for source in sources)
-    return f"{_rows([*header, 'peak, GiB'], rows)}\n\nSources, in this order:\n\n{listed}"
+    return _rows(["step", "measured", "forecast", "error", "peak, GiB"], rows)
 
 
 def published_summary() -> str:
     """Renders the errors over published steps."""
-    found = _stored("published.json")
+    stored = _stored("published.json")
     rows = [
-        [f"{USES[use]}, {kind}", str(part["rows"]), f"{part['mean']}%", f"{part['worst']}%",
+        [kind, str(part["rows"]), f"{part['mean']}%", f"{part['worst']}%",
          f"{part['pairs_in_order']} of {part['pairs']}"]
-        for use in USES
-        for error, kind in ERRORS.items()
-        for part in [found["summary"][error][use]]
+        for use, kind in USES.items()
+        for part in [stored["summary"]["error"][use]]
     ]  # fmt: skip
-    header = ["rows", "how many", "mean error", "largest", "pairs in order"]
-    shares = ", ".join(f"{name} {share:.1%}" for name, share in found["fitted"].items())
-    made_by = f"JAX {found['jax']} ({found['date']}); fitted: {shares} of the data sheet's FLOP/s."
-    return f"{_rows(header, rows)}\n\n{made_by}"
+    header = ["steps", "how many", "mean error", "largest", "pairs in order"]
+    return f"{_rows(header, rows)}\n\nJAX {stored['jax']} ({stored['date']})."
 
 
 def paper(name: str) -> str:

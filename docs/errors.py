@@ -17,7 +17,7 @@ PAGES = {
     "_kernel": ("Loops over layers", "limits.md"),
     "tools/_forecast": ("Forecasts", "gpus.md#gpus-that-you-do-not-have"),
     "tools/_forecast/choose": ("The fastest way", "gpus.md#which-way-is-fastest"),
-    "tools/_forecast/study": ("Studies", "study.md"),
+    "tools/_forecast/study": ("Studies", "gpus.md#how-a-model-scales"),
     "tools/_forecast/presets": ("The command line", "gpus.md#gpus-that-you-do-not-have"),
     "tools/_hlo": ("GPUs", "gpus.md#which-gpus-are-known"),
     "_features": ("Host memory", "offload.md"),

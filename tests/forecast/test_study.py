@@ -172,12 +172,12 @@ def test_bad_input_is_refused_before_anything_compiles(compiled, options, messag
     assert not compiled
 
 
-def test_the_page_on_studies_runs(compiled, monkeypatch, tmp_path):
+def test_the_guides_study_runs(compiled, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib").use("agg")
     monkeypatch.chdir(tmp_path)
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "study.md").read_text()
-    (code,) = re.findall(r"^```py\n(.*?)^```", page, flags=re.M | re.S)
-    exec(code, names := {})
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "gpus.md").read_text()
+    (code,) = re.findall(r"^```py\n(study = .*?)^```", page, flags=re.M | re.S)
+    exec(code, names := {"zerojax": zerojax})
     assert [cell.gpus for cell in names["study"].cases] == ["64xH100", "128xH100", "400xH100"]
     assert {count for _, count, _ in compiled} == {64, 128, 400}
     assert (tmp_path / "study.png").stat().st_size > 5000

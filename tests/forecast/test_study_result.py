@@ -93,7 +93,7 @@ def test_the_guides_table_is_that_of_the_stored_study():
     found = json.loads((root / "benchmarks" / "study.json").read_text())
     made = fakes.study(*fakes.stored_cases(found))
     assert len(made.cases) == 3
-    assert f"```text\n{fitted(made)}\n```" in (root / "docs/study.md").read_text()
+    assert f"```text\n{fitted(made)}\n```" in (root / "docs/gpus.md").read_text()
 
 
 # -- the picture

@@ -1,6 +1,6 @@
 """The known GPUs: the speeds that programs reach on them, and the facts that XLA compiles by.
 
-`docs/gpus.md` says where each number comes from.
+`docs/gpus.md` has them as a table, for users.
 """
 
 import dataclasses
@@ -299,6 +299,11 @@ _RTX5090 = (12, 0), 170, 2.407, 96 * MB
 _4090, _5090 = "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5090"
 _A100_40, _A100_80 = "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"
 _V100_16, _V100_32 = "Tesla V100-SXM2-16GB", "Tesla V100-SXM3-32GB"
+# Memory: XLA's target_config/specs (V100s, GB200, GB300), NVIDIA's deviceQuery, or what CUDA or
+# PyTorch print on such a GPU; drivers differ a little. Rates: NVIDIA's data sheets, dense, of the
+# A10G AWS's, of GeForces the architecture papers with FP32 sums; NVIDIA has no public sheet of the
+# H20. Networks: user guides of DGX machines, MLPerf Training 5.1 (B300, Nebius), nccl-tests#367
+# (H20), AWS's g5, g6, g6e (slots). Cores, clocks and caches: XLA's specs or deviceQuery.
 _KNOWN = (
     Gpu("T4", "Tesla T4", 15_843_721_216, 0.32e12, 65e12, (7, 5), 40, 1.59, 4 * MB, *_SLOTS_3),
     Gpu("L4", "NVIDIA L4", 23_659_151_360, 0.3e12, 121e12, (8, 9), 58, 2.04, 48 * MB, *_SLOTS_4),
