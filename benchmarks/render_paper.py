@@ -1,10 +1,11 @@
-"""The tables of docs/paper.md: the ZeRO paper's numbers beside the rows that `paper.py` stored.
+"""The tables of docs/paper.md: the ZeRO paper's numbers beside some of the rows of `paper.py`.
 
 Each function takes the stored rows by name, and returns a header and rows of cells.
 """
 
 import paper_numbers
 
+SIZES_IN_FIGURE_4 = ("1.16b", "1.5b", "4b", "8b", "13b")
 STAGES = ("DP", "P<sub>os</sub>", "P<sub>os+g</sub>", "P<sub>os+g+p</sub>")
 
 
@@ -20,19 +21,10 @@ def figure_1(rows):
     return ["GB of each device", "paper", "XLA"], cells
 
 
-def table_1(rows):
-    found = iter(rows["table 1"]["bytes"])
-    cells = []
-    for params, by_devices in paper_numbers.TABLE_1.items():
-        for devices, printed in by_devices.items():
-            each = [f"{p:g} / {next(found) / 1e9:.3f}" for p in printed]
-            cells.append([_count(params / 1e9), str(devices), *each])
-    return ["parameters", "GPUs", *STAGES[1:]], cells
-
-
 def table_2(rows):
     cells = []
-    for degree, theory in paper_numbers.THEORY.items():
+    for degree in (min(paper_numbers.THEORY), max(paper_numbers.THEORY)):
+        theory = paper_numbers.THEORY[degree]
         for stage, billions in enumerate(theory):
             row = rows.get(f"table 2, MP {degree}, stage {stage}")
             printed = paper_numbers.MEASURED[degree][stage : stage + 1]
@@ -79,7 +71,7 @@ def figure_3(rows):
 
 def figure_4(rows):
     cells = []
-    for name in (*paper_numbers.FIGURE_4_BASELINES, *paper_numbers.FIGURE_4_BATCH):
+    for name in SIZES_IN_FIGURE_4:
         plain = name in paper_numbers.FIGURE_4_BASELINES
         two = rows.get(f"figure 4, {name}, stage {0 if plain else 2}")
         three = rows.get(f"figure 4, {name}, stage 3")
@@ -171,7 +163,6 @@ def _alone(row):
 
 TABLES = {
     "paper_figure_1": figure_1,
-    "paper_table_1": table_1,
     "paper_table_2": table_2,
     "paper_figure_2": figure_2,
     "paper_figure_3": figure_3,
