@@ -282,7 +282,7 @@ USES = {
     "fit": "of JAX, that the rates were fitted to",
     "PyTorch": "of PyTorch",
 }
-SHOWN = ("llama-8b", "llama-70b")  # whose choices the page has; the file has all
+SHOWN = "llama-70b"  # whose choices the page has; the file has all
 
 
 def choices() -> str:

@@ -127,6 +127,7 @@ RUNS = {
     f"demo {TINY} --steps 3": r"loss 5\.\d+ -> 5\.\d+\n(?s:.*)100%",
     f"finetune_hf {TINY} --steps 3 --base {{new}}": "making a small GPT-2",
     "train_vit --steps 3 --layers 2 --dim 32 --cifar {crops} --patch 8": ACCURACY,
+    "nnx_vit --steps 3 --layers 3 --dim 32": r"% of 297 (?s:.*), \(4, 128\) on each device",
     "diffusion --steps 3 --layers 2 --dim 32 --times 3": "% of 160 drawn digits",
     f"dpo {TINY} --steps 3 --base {{new}} --base-steps 3": r"step 3: of unseen pairs \d",
     f"mezo {SMALL} --steps 3 --base {{base}}": r"Adam \d+\.\d+\n(?s:.*)step 3: validation loss",
@@ -154,6 +155,23 @@ def test_a_few_steps_run(line, said):
     assert ("as on one device" in printed) == line.startswith(OF_MESHES)
     gathered = figures(r"all-gather over expert \((\d+) KiB", printed)
     assert sum(gathered) < 16, f"weights of experts do not stay where they are: {printed}"
+
+
+@pytest.mark.ci
+def test_a_llama_learns_a_task_and_then_its_adapters_do(said, tmp_path):
+    base, mine, merged = (tmp_path / name for name in ("base", "mine", "merged"))
+    right = r"step \d+: .* (\d+\.\d)% right"
+    printed = said("finetune_llama", "--base", base, "--export", mine).out
+    first, *_, last = figures(right, printed)
+    assert "making a small Llama" in printed and first < 60 and last > 90
+    line = "finetune_llama --rank 8 --steps 40 --lr 1e-2"
+    options = ("--base", mine, "--export", merged, "--checkpoints", tmp_path / "saved")
+    printed = said(line, *options).out
+    assert figures(right, printed)[-1] > 90
+    assert re.search(r"^[a-z]{6} backwards is [a-z]{6}$", printed, flags=re.MULTILINE)
+    assert list(merged.glob("*.safetensors"))
+    assert (tmp_path / "merged_adapters" / "adapter_config.json").exists()
+    assert figures(right, said(line, *options[:2], *options[4:]).out) == []  # resumed at its end
 
 
 @pytest.mark.gpu_code
@@ -495,6 +513,7 @@ FULL = {  # figures, the last of its kind each, and between what they are
         r"Muon by layer, stage 3 .* (\d+\.\d+) \(": (17.9, 19.7),
     },
     "nnx_loop": {LOSS: (0, 2.4)},
+    "nnx_vit": {PERCENT: (95, 100)},
     "equinox_loop": {LOSS: (0, 2.3)},
     "tensor_parallel": {LOSS: (0, 2.4)},
     "context_parallel": {LOSS: (0, 2.4)},
