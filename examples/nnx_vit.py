@@ -9,9 +9,9 @@ loop, each under `nnx.remat`, so a step gathers one layer at a time and runs the
 `zerojax.pad_batch` fills the batch up, and a mask says which rows are real. At the end the program
 shows how a weight is sharded, and checks that the compiled step keeps what its stage promises.
 
-With the defaults the accuracy ends above 95%, on unseen digits, after half a minute of two cores.
-`accumulate=4` makes microbatches, `precision=zerojax.Precision(compute="bfloat16")` computes in 16
-bits. train_vit.py is the same in Flax linen, with checkpoints and CIFAR-10.
+With the defaults the accuracy ends above 95%, on unseen digits, after half a minute of one CPU
+core. `precision=zerojax.Precision(compute="bfloat16")` computes in 16 bits. train_vit.py is the
+same in Flax linen, with checkpoints and CIFAR-10.
 """
 
 import argparse
