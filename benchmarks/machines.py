@@ -1,4 +1,4 @@
-"""Forecasts for the machines of the README's table, by the commands that a user would type.
+"""Forecasts for the machines in docs/which_stage.md, by the commands that a user would type.
 
     python benchmarks/machines.py --json && python benchmarks/render.py
 

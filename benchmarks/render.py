@@ -15,7 +15,7 @@ HERE = pathlib.Path(__file__).parent
 DOCS = HERE.parent / "docs"
 PAGES = tuple(
     DOCS / f"{name}.md"
-    for name in ("../README", "measured", "groups", "loss", "paper", "stages", "wires")
+    for name in ("measured", "groups", "loss", "paper", "stages", "which_stage", "wires")
 ) + (HERE / "README.md",)
 MEMORY_GIB = 80e9 / 2**30  # of the GPUs in the tables
 FLAGS = {
@@ -172,7 +172,7 @@ def state_bytes() -> str:
 
 
 def machines() -> str:
-    """Renders what the README's readers can train."""
+    """Renders what models some machines train."""
     rows = []
     for row in _stored("machines.json")["rows"]:
         model, _, _, *options = row["arguments"].split()
@@ -446,8 +446,7 @@ def _line(cells: list[str]) -> str:
 
 def rendered(text: str) -> str:
     mark = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
-    is_table = lambda m: m[2] in TABLES  # the README has marks for parts of its text, too
-    return mark.sub(lambda m: m[1] + TABLES[m[2]]() + "\n" + m[3] if is_table(m) else m[0], text)
+    return mark.sub(lambda m: m[1] + TABLES[m[2]]() + "\n" + m[3], text)
 
 
 TABLES = {

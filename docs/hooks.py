@@ -13,7 +13,7 @@ import links
 import packaging.version
 
 ROOT = pathlib.Path(__file__).parents[1]
-README = ROOT / "README.md"
+README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
 LOG = logging.getLogger("mkdocs.zerojax")  # under mkdocs, so that --strict fails on warnings
 # Text that a page shares with the README: a link on GitHub, the text itself on the site.
 INCLUDED = re.compile(r"^\[.*\]\(\.\./README\.md#.*\) <!-- README\.md:(\w+) -->$", re.MULTILINE)
@@ -47,9 +47,9 @@ def on_page_markdown(markdown, page, **_):
     markdown = re.sub("<!-- messages -->", lambda _: errors.markdown(), markdown)
     if page is not None and page.file.src_uri == "reference.md":
         markdown = NAME.sub(r"::: \1\n", markdown)
-    markdown = PICTURE.sub(IMAGES, INCLUDED.sub(lambda link: of_readme(link[1]), markdown))
+    markdown = PICTURE.sub(IMAGES, with_readme(markdown))
     first = re.search(r"^```python\n(.*?)```", markdown, flags=re.MULTILINE | re.DOTALL)
-    program = of_readme("program")
+    program = with_readme(between_marks(INDEX, "program"))
     if first is not None and "import jax\n" not in first[1] and program not in markdown:
         title = '??? example "The program that this page\'s code continues from"\n\n'
         shown = title + textwrap.indent(tabbed(program), " " * 4) + "\n"
@@ -57,9 +57,14 @@ def on_page_markdown(markdown, page, **_):
     return tabbed(markdown)
 
 
-def of_readme(part):
-    """Returns the text between two marks of the README."""
-    return re.search(f"<!-- {part} -->\n(.*?)<!-- /{part} -->", README.read_text(), re.DOTALL)[1]
+def with_readme(markdown):
+    """Puts the README's text in place of the links to it."""
+    return INCLUDED.sub(lambda link: between_marks(README, link[1]), markdown)
+
+
+def between_marks(page, part):
+    """Returns a part of a page, which two marks enclose."""
+    return re.search(f"<!-- {part} -->\n(.*?)<!-- /{part} -->", page.read_text(), re.DOTALL)[1]
 
 
 def tabbed(markdown):

@@ -16,10 +16,11 @@ from flax import nnx
 import zerojax
 from tests.processes import ROOT, output
 
-README = ROOT / "README.md"
+README, INDEX = ROOT / "README.md", ROOT / "docs/index.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-OTHERS = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
+OTHERS = ["CONTRIBUTING.md", "CHANGELOG.md"]
+OTHERS = [ROOT / name for name in (*OTHERS, "benchmarks/README.md", "examples/README.md")]
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 QUICK_PAGE = "stages"
 
@@ -41,23 +42,30 @@ def run(directory, *parts):
     return output(directory / "page.py", cwd=directory, MPLBACKEND="agg")[0]
 
 
+def programs():
+    """The program for a Flax nnx model, and the one for a `TrainState`."""
+    return codes(README)[0][1], codes(INDEX)[1][0]
+
+
 def test_the_readme_is_a_program(tmp_path):
-    for (two_lines, program, *rest), shown in zip(codes(README), ("up", "w1"), strict=True):
-        printed = run(tmp_path, program, "data = [batch] * 2", two_lines, *rest)
+    for (two_lines, *_), program, shown in zip(
+        codes(README), programs(), ("up", "w1"), strict=True
+    ):
+        printed = run(tmp_path, program, "data = [batch] * 2", two_lines)
         assert re.search(rf"loss 0\.\d+, {shown} \(8, 512\)", printed), printed
         assert "ZeRO stage 3 over data=8" in printed
 
 
 @pytest.fixture(scope="module")
 def readme():
-    """What the README's two programs leave: the pages go on from there."""
+    """What the two programs leave: the pages go on from there."""
 
     def names_of(program):
         names = {"__name__": "__main__"}
         exec(program.replace(DEVICES, ""), names)
         return names
 
-    return [names_of(program) for _, program in codes(README)]
+    return list(map(names_of, programs()))
 
 
 def copied(names):
@@ -79,7 +87,7 @@ def copied(names):
 )
 @pytest.mark.filterwarnings("default")  # as for a user
 def test_pages_run(page, readme, tmp_path, monkeypatch, as_it_was):
-    """All in this process, from the README's programs on; some are programs of their own.
+    """All in this process, from the two programs on; some are programs of their own.
 
     Code for nnx runs after the page's other code, and has its names.
     """
@@ -103,7 +111,7 @@ def test_the_forecasts_on_the_pages_run(tmp_path):
         block for block in blocks(ROOT / "docs/models.md", "python") if "nnx_step =" in block
     ]
     (of_nnx,) = blocks(ROOT / "docs/models.md", "py")
-    printed = run(tmp_path, codes(README)[1][1], code, nnx_step, of_nnx)
+    printed = run(tmp_path, programs()[1], code, nnx_step, of_nnx)
     assert printed.count("8xH100, ") == 3 and "Fastest that fits" in printed, printed
     assert printed.count("all-gather") > 0, printed
 
@@ -205,8 +213,8 @@ def sentences():
     yield f"{min(ratios):.2f} to {max(ratios):.2f} times as long as FSDP by annotations"
 
 
-def test_the_readmes_figures_are_those_of_the_benchmarks():
-    text = README.read_text()
+def test_figures_beside_fsdp_are_those_of_the_benchmarks():
+    text = (ROOT / "docs/measured.md").read_text()
     assert [row for row in rows_of_the_table() if row not in text] == []
     text = " ".join(text.split())
     assert [sentence for sentence in sentences() if sentence not in text] == []
