@@ -2,12 +2,14 @@
 
     python tests/house.py            # this checkout
     python tests/house.py f66407e    # a revision of it
+    python tests/house.py --files    # what each file of this checkout is, in the order of imports
 
 Functions are measured without their docstrings. "code" are the lines that are neither blank nor
 docstring nor comment, as `ruff format` writes them: packed lines do not count as fewer.
 """
 
 import ast
+import graphlib
 import io
 import itertools
 import pathlib
@@ -17,6 +19,7 @@ import sys
 import tarfile
 import tokenize
 from collections import Counter
+from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Each package may import those of the lines above its own, and within itself without circles.
@@ -41,8 +44,8 @@ KERNEL = [
     "travel",
     "places",
     "jaxprs",
-    "pieces",
     "split",
+    "pieces",
     "arrays",
     "body",
     "loops",
@@ -87,6 +90,27 @@ def upward(modules: dict[str, str]) -> list[tuple[str, str]]:
     """Returns the imports that do not point down: (module, what it imports)."""
     pairs = [(name, other) for name, found in imports(modules).items() for other in found]
     return [pair for pair in pairs if not _points_down(*pair)]
+
+
+def files(modules: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yields each file and the first sentence of its docstring, packages below what they import.
+
+    Inside a package the order is that of imports, too, and in the kernel that of reading.
+    """
+    modules = {name: text for name, text in modules.items() if not name.endswith("__init__")}
+    imported = {name: sorted(others) for name, others in imports(modules).items()}
+    order = list(graphlib.TopologicalSorter(imported).static_order())
+    reading = [f"_kernel.{name}" for name in KERNEL]
+    packages = list(RANK)
+
+    def place(name: str) -> tuple[int, int]:
+        at = reading.index(name) if name in reading else order.index(name)
+        return packages.index(package_of(name)), at
+
+    for name in sorted(order, key=place):
+        paragraph = (ast.get_docstring(ast.parse(modules[name])) or "").partition("\n\n")[0]
+        first = re.match(r".*?\.(?= |$)|.*", " ".join(paragraph.split()))
+        yield f"zerojax/{name.replace('.', '/')}.py", first[0]
 
 
 def package_of(module: str) -> str:
@@ -160,6 +184,10 @@ def row(modules: list[str]) -> dict[str, object]:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--files"]:
+        for path, sentence in files(sources()):
+            print(f"{path:36} {sentence}")
+        return
     modules = sources(*sys.argv[1:2])
     folders = {name: name.rpartition(".")[0] or "top level" for name in modules}
     filed = {package_of(name) for name in modules} <= RANK.keys() | {"__init__", "tools.__init__"}

@@ -4,7 +4,7 @@
     python tests/release.py --check v0.2.0   # prints its notes, if all of them say so
     python tests/release.py --sbom FILE      # puts the version into a list of packages
 
-"Releasing" in CONTRIBUTING.md says when.
+RELEASING.md says when.
 """
 
 import datetime

@@ -19,7 +19,7 @@ from tests.processes import ROOT, output
 README, INDEX = ROOT / "README.md", ROOT / "docs/index.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-OTHERS = ["CONTRIBUTING.md", "CHANGELOG.md"]
+OTHERS = ["CONTRIBUTING.md", "RELEASING.md", "CHANGELOG.md"]
 OTHERS = [ROOT / name for name in (*OTHERS, "benchmarks/README.md", "examples/README.md")]
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 QUICK_PAGE = "stages"

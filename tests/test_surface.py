@@ -51,7 +51,6 @@ NAMED = {
 
 
 MODULES = {name: text for name, text in house.sources().items() if "__init__" not in name}
-CONTRIBUTING = (house.ROOT / "CONTRIBUTING.md").read_text()
 MOST_LINES, LONGEST = 500, 60  # of a file, of a function
 
 
@@ -92,25 +91,12 @@ def test_what_a_step_does_depends_on_no_tool():
     assert users == {"__init__"} and len(core) > 70
 
 
-def tree():
-    """The modules in the order of CONTRIBUTING's tree."""
-    block = re.search(r"^zerojax/\n(.*?)^```", CONTRIBUTING, re.M | re.S)[1]
-    package, found = "", []
-    for indent, name in re.findall(r"^( +)([\w/]+(?:\.py|/)) ", block, re.M):
-        package = package if len(indent) > 2 else ""
-        if name.endswith("/"):
-            package = name.replace("/", ".")
-        else:
-            found.append(package + name.removesuffix(".py").replace("/", "."))
-    return found
-
-
-def test_the_tree_has_each_module_below_what_it_imports():
-    order, imports = tree(), house.imports(MODULES)
-    names = [name for name in MODULES if not name.endswith("__init__")]
-    assert sorted(order) == sorted(names)
-    for at, name in enumerate(order):
-        assert imports[name] <= set(order[:at]) | {"__init__"}, name
+def test_the_list_of_files_says_what_each_is():
+    listed = dict(house.files(MODULES))
+    assert {f"zerojax/{name.replace('.', '/')}.py" for name in MODULES} == listed.keys()
+    assert all(len(sentence) > 10 for sentence in listed.values())
+    kernel = [path for path in listed if path.startswith("zerojax/_kernel/")]
+    assert kernel == [f"zerojax/_kernel/{name}.py" for name in house.KERNEL]
 
 
 def test_no_imports_go_in_a_circle():
