@@ -167,7 +167,7 @@ def largest() -> str:
 
 
 def state_bytes() -> str:
-    """Renders bytes a parameter, counted twice, and what a step takes in all."""
+    """Renders bytes a parameter between steps, and what a step takes in all."""
     return _rows(*render_state.state_bytes(_stored("state_bytes.json")["rows"]))
 
 
@@ -191,7 +191,7 @@ GROUPS = {
     "P, G in the node": "AMSP",
     "P in the node": "hpZ",
 }
-TWO_HOPS = ("HSDP", "P, G in the node")
+SEVERAL = ("flat", "P, G in the node", "P in the node")
 LAYERS = {
     "accumulate=8": "`accumulate=8`",
     'accumulate=8, order="layers"': '`accumulate=8, order="layers"`',
@@ -200,22 +200,18 @@ LAYERS = {
 }
 HPZ = '`regather="gpu"`'
 WIRES = {
-    "exact": "exact, gathered again over all GPUs",
+    "exact": "exact",
     "exact, kept in the node": f"exact, {HPZ}",
-    "exact, 16 of 36 layers kept": "exact, `keep_layers=16` of 36",
-    "weights int8": "weights int8",
     "weights int8, kept in the node": f"weights int8, {HPZ}",
     "weights int8, gradients int8, kept in the node": f"weights and gradients int8, {HPZ}",
     "weights int8, gradients int4, kept in the node": f"weights int8, gradients int4, {HPZ}",
 }
-NOT_TOLD = ("exact", "weights int8, gradients int4, kept in the node")
 
 
 def groups() -> str:
     """Renders steps with groups by the speed of the network."""
     once = {f"{group}, accumulate 1": name for group, name in GROUPS.items()}
-    once |= {f"{g}, accumulate 1, XLA not told": f"{GROUPS[g]}, XLA not told" for g in TWO_HOPS}
-    several = {f"{g}, accumulate 8": f"{name}, 8 microbatches" for g, name in GROUPS.items()}
+    several = {f"{g}, accumulate 8": f"{GROUPS[g]}, 8 microbatches" for g in SEVERAL}
     return _by_speed("groups.json", once, several)
 
 
@@ -244,12 +240,9 @@ def _coded(name: str) -> str:
 
 
 def wires() -> str:
-    """Renders hpZ and quantized wires by the speed of the network."""
-    told = {f"7.5b 64xH100 x4: {way}": name for way, name in WIRES.items()}
-    others = {
-        f"7.5b 64xH100 x4, XLA not told: {way}": f"{WIRES[way]}, XLA not told" for way in NOT_TOLD
-    }
-    return _by_speed("wires.json", told, others)
+    """Renders hpZ and quantization by the speed of the network."""
+    rows = {f"7.5b 64xH100 x4: {way}": name for way, name in WIRES.items()}
+    return _by_speed("wires.json", rows)
 
 
 def _by_speed(file, *parts: dict[str, str]) -> str:
@@ -257,7 +250,7 @@ def _by_speed(file, *parts: dict[str, str]) -> str:
     is bold."""
     stored = {row["row"]: row for row in _stored(file)["rows"]}
     first = stored[next(iter(parts[0]))]
-    speeds = [key for key in first if key.startswith("step_ms at")]
+    speeds = [key for key in first if key.startswith("step_ms at ") and " 25 " not in key]
     lines = []
     for part in parts:
         found = {name: stored[row] for row, name in part.items()}
@@ -267,14 +260,9 @@ def _by_speed(file, *parts: dict[str, str]) -> str:
             bold = [
                 f"**{s}**" if row[k] == least[k] else s for s, k in zip(steps, speeds, strict=True)
             ]
-            more = [
-                f"{row['compute_ms']:.0f}",
-                f"{row['network_gib']:.2f}",
-                f"{row['temp_gib']:.1f}",
-            ]
-            lines.append([name, *bold, *more])
+            lines.append([name, *bold, f"{row['network_gib']:.2f}", f"{row['temp_gib']:.1f}"])
     cards = [key.split()[2] for key in speeds]
-    return _rows(["", *cards, "compute", "GiB between nodes", "temporary GiB"], lines)
+    return _rows(["", *cards, "GiB between nodes", "temporary GiB"], lines)
 
 
 USES = {

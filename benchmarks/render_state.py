@@ -45,12 +45,10 @@ def state_bytes(rows):
     found = {row["row"]: row for row in rows}
 
     def cells(name):
-        for how in ("emulated", "compiled"):
-            yield from (f"{found[f'stage {stage}, {name}'][how]:.2f}" for stage in (0, 3))
         both = [found.get(f"stage 3, {name}{end}") for end in ("", ", in backward")]
+        yield f"{both[0]['compiled']:.2f}"
         for key in ("peak_gib", "step_ms"):
             yield ", ".join(str(row[key]) for row in both if row)
 
-    header = ["state", "emulated, stage 0", "stage 3", "compiled, stage 0", "stage 3"]
-    header += ["peak at stage 3, GiB", "step, ms"]
+    header = ["state", "bytes a parameter", "peak, GiB", "step, ms"]
     return header, [[what, *cells(name)] for name, what in PRECISIONS.items()]

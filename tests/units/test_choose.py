@@ -13,7 +13,7 @@ BOTH = 2 * WEIGHTS + GRADS
 @pytest.mark.parametrize(
     ("way", "inside", "between"),
     [
-        # The table of docs/groups.md: in the node, to other nodes; with M = 4 microbatches.
+        # In the node, to other nodes (as docs/groups.md has it); with M = 4 microbatches.
         (Way(accumulate=4), 4 * BOTH, 4 * BOTH),
         (Way(accumulate=4, order="layers"), BOTH, BOTH),
         (Way(accumulate=4, groups=HSDP), 4 * BOTH, 2 * GRADS),
