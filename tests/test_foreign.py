@@ -86,13 +86,12 @@ CHANGED = {
 }
 
 
-def test_the_page_has_these_counts_of_some():
+def test_the_page_has_these_counts():
     assert CHANGED.keys() == PORTED.keys() | TUTORIALS.keys()
-    page = (ROOT / "docs/coming_from.md").read_text()
-    rows = re.findall(r"\| `(\w+)`[^|]*\| (\d+) \| (\d+) \|", page)
-    shown = {name: (int(added), int(left_out)) for name, added, left_out in rows}
-    assert len(rows) > 3 and shown.items() <= CHANGED.items()
-    assert f"trains {len(CHANGED)} programs" in page
+    added, left_out = CHANGED["flax_imagenet"]
+    text = " ".join((ROOT / "docs/coming_from.md").read_text().split())
+    assert f"trains {len(CHANGED)} programs" in text
+    assert f"`flax_imagenet`, a `pmap`, loses {left_out} lines and gets {added}" in text
 
 
 @pytest.mark.parametrize(
