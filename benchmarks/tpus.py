@@ -1,6 +1,6 @@
 """Compiles steps for TPUs, which nothing here has run on, and counts their memory and collectives.
 
-    make tpu-compile && python benchmarks/tpus.py   # docs/limits.md has some of its rows
+    make tpu-compile && python benchmarks/tpus.py   # docs/limits.md has some of its numbers
 
 A 124M GPT, 4 x 1024 tokens a chip. Bytes are the compiler's. A step passes if it keeps the contract
 of its stage, `zerojax.audit(...).check()`.
