@@ -31,7 +31,7 @@ PAGES = {
     "_state": ("States and models", "models.md"),
     "_step": ("Steps", "loop.md"),
     "tools/_verify": ("Verification", "loss.md"),
-    "_wire": ("Quantized wires", "wires.md"),
+    "_wire": ("Quantization", "wires.md"),
     "aot": ("GPUs", "gpus.md#which-gpus-are-known"),
     "nnx": ("Flax nnx", "models.md"),
     "tools/_cli": ("The command line", "gpus.md#gpus-that-you-do-not-have"),
