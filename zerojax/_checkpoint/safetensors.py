@@ -26,7 +26,7 @@ from zerojax._checkpoint.stream import Outgoing, outgoing
 from zerojax._checkpoint.tensor_files import DTYPES, NO_TENSOR, FileTensor, Written, some
 from zerojax._declared import checked
 from zerojax._plan import move as _move
-from zerojax._plan.kept import MasterState, SplitState
+from zerojax._plan.kept import KEEPS_MASTERS, SplitState, states_in
 from zerojax._plan.padding import padded, padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan
 from zerojax._plan.resharding import check_float
@@ -254,12 +254,11 @@ def _tensors(
 def _check_masters(like: PyTree, wanted: Set[str]) -> None:
     """Raises if the next step would overwrite the parameters from master copies of the old ones."""
     opt_state = _state.get_opt_state(like)
-    kinds = MasterState, SplitState
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
-    masters = [node[-2] for node in nodes if isinstance(node, kinds)]
+    states = [node for node in states_in(opt_state) if isinstance(node, KEEPS_MASTERS)]
+    masters = [node[-2] for node in states]
     copied = wanted & {leaf.name for tree in masters for leaf in _state.named_leaves(tree)}
     if copied:
-        is_split = any(isinstance(node, SplitState) for node in nodes)
+        is_split = any(isinstance(node, SplitState) for node in states)
         what = "8-bit corrections" if is_split else "master copies"
         raise ValueError(
             f"like= is a state with {what} of {some(copied)}, from which its next step "

@@ -1,8 +1,7 @@
 """Optimizers that keep masters and moments in other dtypes; states stored as a precision says."""
 
 import collections
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,6 @@ from zerojax._plan import encodings as _encodings, optimizer as _optimizer
 from zerojax._plan.precision import (
     CODES,
     NARROW,
-    SPLIT,
     Precision,
     cast,
     cast_floats,
@@ -38,78 +36,6 @@ class MasterState(NamedTuple):
     inner: PyTree
 
 
-@checked
-def master_weights(
-    tx: optax.GradientTransformation, dtype: DTypeLike | None = "float32"
-) -> optax.GradientTransformationExtraArgs:
-    """Runs `tx` on copies of the parameters in `dtype` (None: their own), kept in its state.
-
-    The parameters themselves may be stored in a narrower dtype: each update sets them to the
-    rounded copies. With "split" they are stored in bfloat16, and the state keeps corrections of 8
-    bits in place of copies. Works with any optax optimizer, with or without zerojax.
-
-    Example:
-        >>> tx = zerojax.manual.master_weights(optax.adamw(1e-3))
-        >>> params = {"w": jnp.ones((4,), jnp.bfloat16)}
-        >>> print(tx.init(params).master["w"].dtype)
-        float32
-    """
-    _refusals.check_tx(tx)
-    tx = optax.with_extra_args_support(tx)
-    if is_split(dtype):
-        return _split_weights(tx)
-    Precision(param=dtype)  # raises if it is not a float dtype
-
-    def init(params: PyTree) -> MasterState:
-        return _with_masters(tx, params, tx.init(cast_floats(params, dtype)), dtype)
-
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
-    ) -> tuple[PyTree, MasterState]:
-        if params is None:
-            raise ValueError("master_weights needs params: call update(grads, state, params).")
-        masters = _where_copied(state.master, state.master, params)
-        grads = cast_floats(updates, dtype)
-        updates, inner = tx.update(grads, state.inner, masters, **extra)
-        new = optax.apply_updates(masters, updates)
-        steps = jax.tree.map(_step, new, params)
-        return steps, MasterState(_where_copied(state.master, new, state.master), inner)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _step(new: Array, old: Array) -> Array:
-    """Returns what to add to a weight: exact for two close numbers, and for infinities."""
-    wide = old.astype(new.dtype)
-    return jnp.where(new == wide, 0, new - wide)
-
-
-def _where_copied(copies: PyTree, yes: PyTree, no: PyTree) -> PyTree:
-    """Returns the leaves of `yes` where there is a copy, and those of `no` elsewhere."""
-
-    def is_hole(copy: object) -> bool:
-        return isinstance(copy, optax.MaskedNode)
-
-    return jax.tree.map(
-        lambda copy, y, n: n if is_hole(copy) else y, copies, yes, no, is_leaf=is_hole
-    )
-
-
-def _with_masters(
-    tx: optax.GradientTransformation, params: PyTree, inner: PyTree, dtype: DTypeLike | None
-) -> MasterState:
-    """Returns the state of `master_weights` from that of `tx`, copying only what `tx` updates."""
-    masters, hole = cast_floats(params, dtype), optax.MaskedNode()
-    frozen = _frozen(tx, masters, inner)
-    return MasterState(jax.tree.map(lambda m, f: hole if f else m, masters, frozen), inner)
-
-
-def _frozen(tx: optax.GradientTransformation, masters: PyTree, inner: PyTree) -> PyTree:
-    update = _optimizer.update_of((masters, inner), tx)
-    are_frozen = _optimizer.frozen_params((masters, inner), update)
-    return jax.tree.structure(masters).unflatten(are_frozen)
-
-
 class SplitState(NamedTuple):
     """The state of `master_weights(tx, "split")`; `count` is the number of updates.
 
@@ -119,61 +45,6 @@ class SplitState(NamedTuple):
     count: Array
     correction: PyTree
     inner: PyTree
-
-
-def _split_weights(
-    tx: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-    """Runs `tx` on masters that are bfloat16 parameters with corrections."""
-
-    def init(params: PyTree) -> SplitState:
-        return _with_corrections(tx, params, tx.init(cast_floats(params, jnp.float32)))
-
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
-    ) -> tuple[PyTree, SplitState]:
-        if params is None:
-            raise ValueError("master_weights needs params: call update(grads, state, params).")
-        weights, treedef = jax.tree.flatten(params)
-        codes = treedef.flatten_up_to(state.correction)
-        has_code = [not isinstance(code, optax.MaskedNode) for code in codes]
-        if odd := {x.dtype.name for x in itertools.compress(weights, has_code)} - {NARROW.name}:
-            raise ValueError(
-                f"master_weights(tx, 'split') has corrections of bfloat16 weights, and parameters "
-                f"are {', '.join(odd)}. Pass them in bfloat16."
-            )
-        masters = [
-            _encodings.joined(weight, code) if has else weight
-            for weight, code, has in zip(weights, codes, has_code, strict=True)
-        ]
-        grads, masters = cast_floats(updates, jnp.float32), treedef.unflatten(masters)
-        updates, inner = tx.update(grads, state.inner, masters, **extra)
-        steps = treedef.flatten_up_to(updates)
-        new = treedef.flatten_up_to(optax.apply_updates(masters, updates))
-        for place in itertools.compress(range(len(new)), has_code):
-            salt = _encodings.salt(state.count, place)
-            weight, codes[place] = _encodings.split(new[place], salt)
-            steps[place] = _step(weight.astype(jnp.float32), weights[place])
-        state = SplitState(state.count + 1, treedef.unflatten(codes), inner)
-        return treedef.unflatten(steps), state
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _with_corrections(
-    tx: optax.GradientTransformation, params: PyTree, inner: PyTree
-) -> SplitState:
-    """Returns the state of `_split_weights` from that of `tx`, before parameters are narrow."""
-
-    def code(param: PyTree, is_frozen: bool) -> PyTree:
-        if is_frozen or not is_float(param):
-            return optax.MaskedNode()
-        if isinstance(param, jax.ShapeDtypeStruct):
-            return param.update(dtype=CODES)
-        return _encodings.split(param)[1]
-
-    frozen = _frozen(tx, cast_floats(params, jnp.float32), inner)
-    return SplitState(jnp.zeros((), jnp.int32), jax.tree.map(code, params, frozen), inner)
 
 
 class NarrowState(NamedTuple):
@@ -192,6 +63,99 @@ class CodedState(NamedTuple):
     count: Array
     inner: PyTree
     scales: PyTree
+
+
+# Their fields are paths in files. `optax.tree.get` would also read an empty field of one state.
+KEEPS_MASTERS, KEEPS_MOMENTS = (MasterState, SplitState), (NarrowState, CodedState)
+
+
+def states_in(tree: PyTree) -> Iterator[Any]:
+    """Yields the states of these wrappers in a tree, the outer ones first."""
+    kinds = KEEPS_MASTERS + KEEPS_MOMENTS
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds)):
+        if isinstance(node, kinds):
+            yield node
+            yield from states_in(node.inner)
+
+
+@checked
+def master_weights(
+    tx: optax.GradientTransformation, dtype: DTypeLike | None = "float32"
+) -> optax.GradientTransformationExtraArgs:
+    """Runs `tx` on copies of the parameters in `dtype` (None: their own), kept in its state.
+
+    The parameters themselves may be stored in a narrower dtype: each update sets them to the
+    rounded copies. With "split" they are stored in bfloat16, and the state keeps corrections of 8
+    bits in place of copies. Works with any optax optimizer, with or without zerojax.
+
+    Example:
+        >>> tx = zerojax.manual.master_weights(optax.adamw(1e-3))
+        >>> params = {"w": jnp.ones((4,), jnp.bfloat16)}
+        >>> print(tx.init(params).master["w"].dtype)
+        float32
+    """
+    _refusals.check_tx(tx)
+    tx, splits = optax.with_extra_args_support(tx), is_split(dtype)
+    wide = jnp.float32 if splits else dtype
+    Precision(param=wide)  # raises if it is not a float dtype
+
+    def init(params: PyTree) -> MasterState | SplitState:
+        return _with_masters(tx, params, tx.init(cast_floats(params, wide)), dtype)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
+    ) -> tuple[PyTree, MasterState | SplitState]:
+        if params is None:
+            raise ValueError("master_weights needs params: call update(grads, state, params).")
+        weights, treedef = jax.tree.flatten(params)
+        rest = treedef.flatten_up_to(state.correction if splits else state.master)
+        places = [k for k, x in enumerate(rest) if not isinstance(x, optax.MaskedNode)]
+        if splits and (odd := {weights[k].dtype.name for k in places} - {NARROW.name}):
+            raise ValueError(
+                f"master_weights(tx, 'split') has corrections of bfloat16 weights, and parameters "
+                f"are {', '.join(odd)}. Pass them in bfloat16."
+            )
+        new = list(weights)
+        for k in places:
+            new[k] = _encodings.joined(weights[k], rest[k]) if splits else rest[k]
+        grads, masters = cast_floats(updates, wide), treedef.unflatten(new)
+        updates, inner = tx.update(grads, state.inner, masters, **extra)
+        steps = treedef.flatten_up_to(updates)
+        new = treedef.flatten_up_to(optax.apply_updates(masters, updates))
+        for k in places:
+            rest[k] = new[k]
+            if splits:
+                weight, rest[k] = _encodings.split(new[k], _encodings.salt(state.count, k))
+                new[k] = weight.astype(wide)
+            old = weights[k].astype(new[k].dtype)
+            # Exact for two close numbers, and for infinities.
+            steps[k] = jnp.where(new[k] == old, 0, new[k] - old)
+        updates, rest = treedef.unflatten(steps), treedef.unflatten(rest)
+        new_state = SplitState(state.count + 1, rest, inner) if splits else MasterState(rest, inner)
+        return updates, new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_masters(
+    tx: optax.GradientTransformation, params: PyTree, inner: PyTree, dtype: DTypeLike | None
+) -> MasterState | SplitState:
+    """Returns the state of `master_weights` from that of `tx`, before parameters are narrow."""
+    splits = is_split(dtype)
+    masters = cast_floats(params, jnp.float32 if splits else dtype)
+    update = _optimizer.update_of((masters, inner), tx)
+    frozen = _optimizer.frozen_params((masters, inner), update)
+
+    def rest(param: PyTree, master: PyTree, is_frozen: bool) -> PyTree:
+        if is_frozen or (splits and not is_float(param)):
+            return optax.MaskedNode()
+        if not splits:
+            return master
+        is_shape = isinstance(param, jax.ShapeDtypeStruct)
+        return cast(param, CODES) if is_shape else _encodings.split(param)[1]
+
+    kept = jax.tree.map(rest, params, masters, jax.tree.structure(masters).unflatten(frozen))
+    return SplitState(jnp.zeros((), jnp.int32), kept, inner) if splits else MasterState(kept, inner)
 
 
 @checked
@@ -254,9 +218,8 @@ def narrow_moments(
             new[k] = code
         for k in narrow:
             new[k] = _encodings.rounded(new[k], _encodings.salt(state.count, k))
-        if kind == CODES:
-            return updates, CodedState(count, treedef.unflatten(new), treedef.unflatten(scales))
-        return updates, NarrowState(count, treedef.unflatten(new))
+        state = state._replace(count=count, inner=treedef.unflatten(new))
+        return updates, state._replace(scales=treedef.unflatten(scales)) if coded else state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -280,24 +243,20 @@ def _with_narrow(
     tx: optax.GradientTransformation, params: PyTree, inner: PyTree, kind: DTypeLike
 ) -> NarrowState | CodedState:
     """Returns the state of `narrow_moments` from that of `tx`."""
-    leaves, treedef = leaves_with_paths(inner), jax.tree.structure(inner)
-    values, are_moments = [leaf.value for leaf in leaves], _optimizer.moments(tx, params, inner)
-    count = jnp.zeros((), jnp.int32)
-    if kind != CODES:
-        new = [cast(x, NARROW) if n else x for x, n in zip(values, are_moments, strict=True)]
-        return NarrowState(count, treedef.unflatten(new))
-    stacks, scales = layer_dims(params, None), list[Any]([optax.MaskedNode()] * len(values))
-    for place in itertools.compress(range(len(values)), are_moments):
-        path, value = leaves[place].path, values[place]
+    values, treedef = jax.tree.flatten(inner)
+    count, scales = jnp.zeros((), jnp.int32), list[Any]([optax.MaskedNode()] * len(values))
+    stacks = layer_dims(params, None) if kind == CODES else {}
+    triples = zip(leaves_with_paths(inner), _optimizer.moments(tx, params, inner), strict=True)
+    for place, ((path, value), is_moment) in enumerate(triples):
         layers = next((n for stack, n in stacks.items() if path[-len(stack) :] == stack), 0)
-        if not _encodings.is_worth_codes(tuple(value.shape), layers):
-            continue
-        if isinstance(value, jax.ShapeDtypeStruct):
-            scale = jax.ShapeDtypeStruct(_encodings.scale_shape(value.shape), NARROW)
-            values[place], scales[place] = value.update(dtype=CODES), scale
-        else:
+        if is_moment and kind != CODES:
+            values[place] = cast(value, NARROW)
+        elif is_moment and _encodings.is_worth_codes(tuple(value.shape), layers):
             values[place], scales[place] = _encodings.typed_codes(value)
-    return CodedState(count, treedef.unflatten(values), treedef.unflatten(scales))
+    inner = treedef.unflatten(values)
+    if kind != CODES:
+        return NarrowState(count, inner)
+    return CodedState(count, inner, treedef.unflatten(scales))
 
 
 def _as_made(
@@ -313,12 +272,6 @@ def _as_made(
     )
 
 
-def _holds(opt_state: PyTree, *kinds: type) -> bool:
-    """Whether a state has nodes of one of these kinds."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
-    return any(isinstance(node, kinds) for node in nodes)
-
-
 def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
     """Returns the state, or its shapes, with parameters and optimizer stored as `precision` says.
 
@@ -327,17 +280,16 @@ def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
     if precision is None or not precision.stores:
         return state
     opt_state = _state.get_opt_state(state)
-    splits, codes = is_split(precision.master), precision.moments == CODES
-    masters, moments = (MasterState, SplitState)[splits], (NarrowState, CodedState)[codes]
-    casts = precision.param is not None and not _holds(opt_state, MasterState, SplitState)
-    narrows = precision.moments is not None and not _holds(opt_state, NarrowState, CodedState)
-    others = [precision.master is not None and not casts and not _holds(opt_state, masters)]
-    others += [precision.moments is not None and not narrows and not _holds(opt_state, moments)]
-    if any(others):
-        raise ValueError(
-            f"{precision} says that the optimizer state is kept in another way than it is. Save "
-            "the state, and restore it with like=zerojax.plan(make_state, precision=)."
-        )
+    kinds = {type(node) for node in states_in(opt_state)}
+    for dtype, pair in ((precision.master, KEEPS_MASTERS), (precision.moments, KEEPS_MOMENTS)):
+        there, wanted = kinds.intersection(pair), pair[is_split(dtype) or dtype == CODES]
+        if dtype is not None and there and wanted not in there:
+            raise ValueError(
+                f"{precision} says that the optimizer state is kept in another way than it is. "
+                "Save the state, and restore it with like=zerojax.plan(make_state, precision=)."
+            )
+    casts = precision.param is not None and kinds.isdisjoint(KEEPS_MASTERS)
+    narrows = precision.moments is not None and kinds.isdisjoint(KEEPS_MOMENTS)
     if not casts and not narrows:
         return state
     tx = _state.get_tx(_carried.without_plan(state))
@@ -355,10 +307,7 @@ def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
     if casts:
         params = cast_floats(params, precision.param)
         opt_state = _as_made(tx, state.params, opt_state, precision.master_dtype or precision.param)
-        if splits:
-            opt_state = _with_corrections(tx, state.params, opt_state)
-            tx = master_weights(tx, SPLIT)
-        elif precision.master is not None:  # copies of the parameters before they were rounded
+        if precision.master is not None:  # of the parameters before they were rounded
             opt_state = _with_masters(tx, state.params, opt_state, precision.master)
             tx = master_weights(tx, precision.master)
     return state.replace(params=params, tx=tx, opt_state=opt_state)

@@ -1,19 +1,18 @@
 """The numbers that an optimizer's state of 8 bits stands for, in float32, to compare two states.
 
 Gain: a master is compared as precisely as it is kept, and not as a bfloat16 weight, which is 500
-times less. Costs 90 lines, and one more copy of masters and moments on the device that replays.
+times less. Costs 70 lines, and one more copy of masters and moments on the device that replays.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from zerojax._checkpoint import conversion as _conversion
-from zerojax._plan import encodings as _encodings
+from zerojax._plan import encodings as _encodings, roles as _roles
 from zerojax._plan.padding import unpadded
-from zerojax._plan.roles import CORRECTION, SCALES
+from zerojax._plan.roles import AS_MOMENT, AS_WEIGHT, CORRECTION, SCALES
 from zerojax._state import state as _state
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._types import PyTree, Shape
@@ -25,18 +24,14 @@ MOMENTS_APART, LEAST_CODE = 1 / 4, 2.0**-15
 
 
 class InTwoLeaves(NamedTuple):
-    """An array in two leaves, and how a table of comparisons names it."""
+    """An array in two leaves, by their roles, and how a table of comparisons names it."""
 
     path: str
     kind: str
-    leaves: tuple[str, str]
-
-    @property
-    def _decode(self) -> Callable[..., jax.Array]:
-        return _encodings.joined if self.kind == PARAMS else _encodings.decoded
+    leaves: Mapping[str, str]
 
     def of(self, values: Mapping[str, PyTree]) -> jax.Array:
-        return self._decode(*(values[name] for name in self.leaves))
+        return _roles.number_of({role: values[name] for role, name in self.leaves.items()})
 
     def apart(self, wanted: np.ndarray) -> np.ndarray:
         """Returns how far rounding at random may put each element from these."""
@@ -48,17 +43,13 @@ class InTwoLeaves(NamedTuple):
 
 def numbers_in(state: PyTree) -> list[InTwoLeaves]:
     """Returns the masters and moments that a state keeps in two leaves."""
-    names = _conversion.names_of(leaf.name for leaf in _state.leaves_of(state))
-    found = []
-    for roles in names.roles.values():
-        if CORRECTION in roles:
-            weight = roles[_conversion.AS_WEIGHT]
-            parts = weight, roles[CORRECTION]
-            found.append(InTwoLeaves(f"{weight} (master)", PARAMS, parts))
-        elif SCALES in roles:
-            codes = roles[_conversion.AS_MOMENT]
-            found.append(InTwoLeaves(f"{codes} (decoded)", OPT_STATE, (codes, roles[SCALES])))
-    return found
+    numbers = []
+    for parts in _roles.names_of(leaf.name for leaf in _state.leaves_of(state)).roles.values():
+        if CORRECTION in parts:
+            numbers.append(InTwoLeaves(f"{parts[AS_WEIGHT]} (master)", PARAMS, parts))
+        elif SCALES in parts:
+            numbers.append(InTwoLeaves(f"{parts[AS_MOMENT]} (decoded)", OPT_STATE, parts))
+    return numbers
 
 
 def decoded(state: PyTree, numbers: list[InTwoLeaves]) -> list[jax.Array]:
@@ -74,8 +65,10 @@ def seen(
     has another shape. `shapes` are those of leaves without and with padding."""
     values = {leaf.name: leaf.value for leaf in _state.leaves_of(state)}
     for number in numbers:
-        if all(np.shape(values.get(name)) in shapes[name] for name in number.leaves):
-            found = {n: unpadded(np.asarray(values[n]), shapes[n][0]) for n in number.leaves}
+        if all(np.shape(values.get(name)) in shapes[name] for name in number.leaves.values()):
+            found = {
+                n: unpadded(np.asarray(values[n]), shapes[n][0]) for n in number.leaves.values()
+            }
             yield np.asarray(number.of(found))
         else:
             yield None

@@ -27,10 +27,9 @@ from zerojax._plan.optimizer import apply_gradients
 from zerojax._plan.padding import on_host
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats, seen_in
-from zerojax._plan.roles import CODED, CORRECTION, SCALES, roles_of
+from zerojax._plan.roles import AS_WEIGHT, CODED, CORRECTION, SCALES, roles_of
 from zerojax._progress import working
 from zerojax._state import state as _state
-from zerojax._state.state import PARAMS
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._step.step_options import precision_of
 from zerojax._table import human_bytes
@@ -390,7 +389,8 @@ class Comparison:
         values = {leaf.name: leaf.value for leaf in _state.leaves_of(self.state)}
         old, planned = jax.tree.leaves(self.reference.state), self.reference.plan.leaves
         yield from self.number_checks(new, spreads[len(old) :])
-        codes = {name for number in self.numbers for name in number.leaves[number.kind == PARAMS :]}
+        parts = (item for number in self.numbers for item in number.leaves.items())
+        codes = {name for role, name in parts if role != AS_WEIGHT}
         columns = _state.leaves_of(new), old, spreads[: len(old)], planned, roles_of(new)
         for leaf, before, far, place, role in zip(*columns, strict=True):
             if leaf.name not in values:
