@@ -74,6 +74,12 @@ def in_runs(paths: Iterable[str]) -> list[str]:
     return joined
 
 
+def few(names: Sequence[str], most: int = 3, between: str = ", ") -> str:
+    """Joins the first names, and counts the rest."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return between.join(names[:most]) + more
+
+
 def shortened(words: Sequence[str], width: int) -> list[str]:
     """Takes the middle out of long words; the end of a path tells more than its beginning.
 

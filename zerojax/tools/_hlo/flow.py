@@ -275,9 +275,8 @@ def _operand_bytes(slots: Iterable[Slot]) -> float:
 
 def _maker(value: Instruction) -> Instruction:
     """Returns what computes a value that may have been moved since."""
-    while value.operands and (
-        MOVED_ON.fullmatch(value.opcode) or value.opcode in ("bitcast", "get-tuple-element")
-    ):
+    others = ("bitcast", "get-tuple-element")
+    while value.operands and (MOVED_ON.fullmatch(value.opcode) or value.opcode in others):
         value = value.operands[0]
     return value
 

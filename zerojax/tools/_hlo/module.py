@@ -303,9 +303,8 @@ class Module:
         if missing := [operand for operand in names if operand not in instructions]:
             raise ValueError(f"it uses {missing[0]}, which is nowhere before it")
         operands = [instructions[operand] for operand in names]
-        one = Instruction(
-            computation, name, text[:type_end], opcode, inside, rest[end + 1 :], operands
-        )
+        parts = text[:type_end], opcode, inside, rest[end + 1 :], operands
+        one = Instruction(computation, name, *parts)
         if not (one.body if opcode == "while" else one.called or not one.fuses):
             raise ValueError("it does not say what it calls")
         instructions[name] = one

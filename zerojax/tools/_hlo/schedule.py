@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from zerojax._table import in_runs, shortened
+from zerojax._table import few, in_runs, shortened
 from zerojax.tools._hlo import flow as _flow
 from zerojax.tools._hlo.cost import CostModel, Matmul
 from zerojax.tools._hlo.gpus import Rates, network_share
@@ -92,9 +92,8 @@ class Sent:
         """The parameters that it moves, where they are known; else its place in the user's code."""
         if not self.paths:
             return shortened([place_of(self.source, self.scope)], LONGEST_NAME)[0]
-        names = in_runs(self.paths)
-        named = ", ".join(shortened(names[:2], LONGEST_NAME))
-        return named + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+        first, *others = in_runs(self.paths)
+        return few(shortened([first, *others[:1]], LONGEST_NAME) + others[1:], 2)
 
 
 def place_of(source: str | None, scope: str) -> str:
