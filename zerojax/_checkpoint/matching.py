@@ -5,7 +5,6 @@ from itertools import zip_longest
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import AbstractMesh, SingleDeviceSharding
@@ -16,6 +15,7 @@ from zerojax._plan.padding import Shape
 from zerojax._state import state as _state
 from zerojax._state.packed import TOP_LEVELS
 from zerojax._state.state import Leaf
+from zerojax._table import few
 from zerojax._types import PyTree, is_key
 
 PATHS_SHOWN = 5  # paths that a message names before it counts the rest
@@ -95,7 +95,9 @@ def match(
             reshaped.append(f"{name}: {list(have.shape)} saved, {list(shape)} wanted")
             # Padding is a difference in one dimension.
             is_padded |= sum(a != b for a, b in zip_longest(have.shape, shape)) == 1
-        if not _same_type(have, struct.dtype, cast):
+        are_floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (have, struct))
+        fits = have.dtype == struct.dtype or (cast and are_floats)
+        if not (have.dtype.kind == struct.dtype.kind if have.weak_type else fits):
             retyped.append(f"{name}: {have.dtype} saved, {struct.dtype} wanted")
     wrapped, bare = _is_inside(missing, saved), _is_inside(extra, names)
     coded = _is_coded(missing, saved) or _is_coded(extra, names)
@@ -146,10 +148,7 @@ def filled(like: PyTree, values: dict[str, jax.Array]) -> PyTree:
 
 
 def read(
-    handler: ocp.PyTreeCheckpointHandler,
-    directory: epath.Path,
-    tree: PyTree,
-    wanted: dict[str, PyTree],
+    handler: ocp.PyTreeCheckpointHandler, path: epath.Path, tree: PyTree, wanted: dict[str, PyTree]
 ) -> dict[str, jax.Array]:
     """Reads the wanted leaves of the checkpoint `tree`, each into the placement of its `like`.
 
@@ -160,15 +159,15 @@ def read(
     for names in _files.grouped(sizes, sizes.__getitem__, max(sizes.values(), default=0)):
         structs = {name: stored_struct(wanted[name]) for name in names}
         targets = jax.tree_util.tree_map_with_path(
-            lambda path, _, group=structs: group.get(_state.path_name(path), ocp.PLACEHOLDER),
+            lambda at, _, group=structs: group.get(_state.path_name(at), ocp.PLACEHOLDER),
             tree,
             is_leaf=_is_metadata,
         )
         # Not strict: padded leaves get zeros at their end. `match` has compared the shapes.
         restore_args = ocp.checkpoint_utils.construct_restore_args(targets, strict=False)
         args = ocp.args.PyTreeRestore(targets, restore_args)
-        with _files.naming(", ".join(names), directory):
-            leaves = _state.named_leaves(handler.restore(directory, args=args))
+        with _files.naming(", ".join(names), path):
+            leaves = _state.named_leaves(handler.restore(path, args=args))
         values = {leaf.name: leaf.value for leaf in leaves if leaf.name in structs}
         del leaves
         done |= {name: laundered(values.pop(name), wanted[name]) for name in names}
@@ -203,18 +202,8 @@ def nbytes(value: PyTree) -> int:
     return _files.nbytes(stored_struct(value))
 
 
-def _same_type(saved: jax.ShapeDtypeStruct, dtype: np.dtype, cast: bool) -> bool:
-    if saved.weak_type:
-        return saved.dtype.kind == dtype.kind
-    are_floats = all(jnp.issubdtype(d, jnp.floating) for d in (saved.dtype, dtype))
-    return saved.dtype == dtype or (cast and are_floats)
-
-
 def _problem(names: list[str], what: str, remedy: str) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - PATHS_SHOWN} more" if len(names) > PATHS_SHOWN else ""
-    return f"Leaves {what}: {'; '.join(names[:PATHS_SHOWN])}{more} ({remedy})."
+    return f"Leaves {what}: {few(names, PATHS_SHOWN, '; ')} ({remedy})." if names else ""
 
 
 def finds(pattern: str | None, name: str, option: str) -> bool:

@@ -79,9 +79,8 @@ class Source(NamedTuple):
             return value.reshape(self.full)
         tensor = jnp.zeros(self.full, value.dtype) if tensor is None else tensor
         starts = [n or 0 for n in self.pick]
-        return lax.dynamic_update_slice(tensor.reshape(self.split), value, starts).reshape(
-            self.full
-        )
+        tensor = lax.dynamic_update_slice(tensor.reshape(self.split), value, starts)
+        return tensor.reshape(self.full)
 
 
 def dotted(name: str) -> str:

@@ -4,7 +4,7 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Collection, Container, Mapping, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from zerojax._checkpoint import (
 )
 from zerojax._checkpoint.into_codes import as_weight, encoding
 from zerojax._checkpoint.names import Names, dotted
-from zerojax._checkpoint.stream import Outgoing, outgoing
+from zerojax._checkpoint.stream import Outgoing, check_bytes, outgoing
 from zerojax._checkpoint.tensor_files import DTYPES, NO_TENSOR, FileTensor, Written, some
 from zerojax._declared import checked
 from zerojax._plan import move as _move
@@ -72,8 +72,7 @@ def export_safetensors(
         >>> print(params["w"].addressable_shards[0].data.shape)
         (8, 16)
     """
-    if not isinstance(max_file_bytes, int | float | np.number) or not max_file_bytes > 0:
-        raise ValueError(f"max_file_bytes={max_file_bytes!r} must be a positive number of bytes.")
+    check_bytes("max_file_bytes", max_file_bytes)
     check_float(dtype)
     values, by_tensor = outgoing(params, names, plan, "export", decodes=False)
     for name, tensor in by_tensor.items() if dtype is not None else ():
@@ -182,10 +181,11 @@ def import_safetensors(
     _tensor_files.check([stored[name] for name in sorted(used)], together)
     read: dict[str, jax.Array] = {}
     for name, value in wanted.items():
-        to_read, code = tensors[name][1], codes.get(name)
-        if code is not None:
-            to_read, value = encoding(to_read, code.coding, sizes[name]), code.leaf.value
-        read[name if code is None else code.leaf.name] = _placed(to_read, value)
+        _, to_read = tensors[name]
+        if name in codes:
+            leaf, coding = codes[name]
+            to_read, name, value = encoding(to_read, coding, sizes[name]), leaf.name, leaf.value
+        read[name] = _placed(to_read, value)
     return _matching.filled(params, read)
 
 
@@ -202,29 +202,22 @@ def _agree(
     return True
 
 
-class _Codes(NamedTuple):
-    """A leaf of codes that is made of a weight in files."""
-
-    leaf: Leaf
-    coding: Coding
-
-
 def _into_codes(
     params: PyTree,
     leaves: list[Leaf],
     sizes: dict[str, Shape],
     kept: Container[str],
     stored: Collection[str],
-) -> tuple[dict[str, _Codes], list[Leaf]]:
-    """Returns the codes to make, by the names of their weights, and all leaves as the files have
-    them. `sizes` gets the shapes of the weights."""
-    codes: dict[str, _Codes] = {}
+) -> tuple[dict[str, tuple[Leaf, Coding]], list[Leaf]]:
+    """Returns the leaves of codes that are made of a weight in files, by its name, and all leaves
+    as the files have them. `sizes` gets the shapes of the weights."""
+    codes: dict[str, tuple[Leaf, Coding]] = {}
     seen = list(leaves)
     for at, (leaf, coding) in enumerate(zip(leaves, codings_of(params), strict=True)):
         if coding is None or leaf.name in kept or {leaf.name, dotted(leaf.name)} & {*stored}:
             continue
         seen[at] = weight = as_weight(leaf, coding, sizes.pop(leaf.name))
-        sizes[weight.name], codes[weight.name] = weight.value.shape, _Codes(leaf, coding)
+        sizes[weight.name], codes[weight.name] = weight.value.shape, (leaf, coding)
     return codes, seen
 
 
@@ -293,9 +286,8 @@ def _assembled(tensor: Outgoing, values: Mapping[str, PyTree]) -> np.ndarray:
     """Returns a tensor of its parts; only one layer of a stack is on the host at a time."""
     (first, *_), (coding, *_), struct = tensor
     if first.split is None and not first.index and coding is None:
-        return unpadded(_move.to_host(values[first.leaf]), struct.shape).astype(
-            struct.dtype, copy=False
-        )
+        whole = unpadded(_move.to_host(values[first.leaf]), struct.shape)
+        return whole.astype(struct.dtype, copy=False)
     whole = np.empty(struct.shape, struct.dtype)
     for one, coding in zip(tensor.parts, tensor.codings, strict=True):
         layer = values[one.leaf]
@@ -323,6 +315,5 @@ def _placed(read: Callable[[tuple[slice, ...]], np.ndarray], like: PyTree) -> ja
         index = index or (slice(None),) * len(shard)
         return padded(np.asarray(read(index), struct.dtype), shard)
 
-    return _matching.laundered(
-        jax.make_array_from_callback(struct.shape, struct.sharding, part), like
-    )
+    value = jax.make_array_from_callback(struct.shape, struct.sharding, part)
+    return _matching.laundered(value, like)

@@ -19,11 +19,7 @@ from etils import epath
 from jax.tree_util import keystr
 
 from zerojax import _fingerprint
-from zerojax._checkpoint import (
-    extras as _extras,
-    files as _files,
-    matching as _matching,
-)
+from zerojax._checkpoint import extras as _extras, files as _files, matching as _matching
 from zerojax._checkpoint.conversion import Conversion
 from zerojax._checkpoint.extras import Extras, Json
 from zerojax._declared import checked

@@ -37,7 +37,6 @@ from zerojax._plan.resharding import check_float, check_placed
 from zerojax._run import agreement as _agreement
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._state.packed import Coding, codings_of
-from zerojax._state.state import Leaf
 from zerojax._types import PyTree
 
 ALIGNMENT = 1024  # bytes that XLA may add to the buffers of a parameter
@@ -74,15 +73,18 @@ def outgoing(
     values, sizes, codings = {}, {}, {}
     for leaf, coding in zip(leaves, codings_of(tree), strict=True):
         value, shape = leaf.value, shapes.get(leaf.name, np.shape(leaf.value))
-        if coding is not None and _leaves_as_weight(leaf, names, decodes):
-            leaf = as_weight(leaf, coding, shape)
-            codings[leaf.name], shape = coding, leaf.value.shape
-        values[leaf.name], sizes[leaf.name] = value, shape
+        if coding is not None and not _names.has_entry(names, leaf.name):
+            weight = as_weight(leaf, coding, shape)
+            if decodes or _names.has_entry(names, weight.name):
+                leaf, shape, codings[weight.name] = weight, weight.value.shape, coding
+        # As stored: a numpy array has its own dtype, even one that JAX would narrow.
+        values[leaf.name] = value if hasattr(value, "dtype") else np.asarray(value)
+        sizes[leaf.name] = shape
     tensors = {}
     for name, parts in _names.sources(names, sizes).items():
         ways = [codings.get(one.leaf) for one in parts]
         pairs = list(zip(parts, ways, strict=True))
-        dtypes = {x.leaf: way.dtype if way else _dtype(values[x.leaf]) for x, way in pairs}
+        dtypes = {x.leaf: (way or values[x.leaf]).dtype for x, way in pairs}
         dtype, *others = set(dtypes.values())
         if others:
             said = ", ".join(f"{leaf} is {dtype}" for leaf, dtype in dtypes.items())
@@ -96,16 +98,9 @@ def outgoing(
     return values, tensors
 
 
-def _leaves_as_weight(codes: Leaf, names: Names, decodes: bool) -> bool:
-    weight = codes._replace(path=codes.path[:-1])
-    if _names.has_entry(names, codes.name):
-        return False
-    return decodes or _names.has_entry(names, weight.name)
-
-
-def _dtype(value: PyTree) -> np.dtype:
-    """Returns the dtype as stored: a numpy array's own, even one that JAX would narrow."""
-    return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+def check_bytes(name: str, count: object) -> None:
+    if not isinstance(count, int | float | np.number) or not count > 0:
+        raise ValueError(f"{name}={count!r} must be a positive number of bytes.")
 
 
 @checked
@@ -227,10 +222,8 @@ def _gather_of(tensor: Outgoing, values: Mapping[str, Array], dtype: DTypeLike |
 
 def _check_chunk(chunk_bytes: float | None, gathers: Sequence[tuple[str, Gather]]) -> int:
     """Returns the least chunk in which each tensor can be gathered; raises if it may have less."""
-    if chunk_bytes is not None and not (
-        isinstance(chunk_bytes, int | float | np.number) and chunk_bytes > 0
-    ):
-        raise ValueError(f"chunk_bytes={chunk_bytes!r} must be a positive number of bytes.")
+    if chunk_bytes is not None:
+        check_bytes("chunk_bytes", chunk_bytes)
     before = [("", 0), *((name, gather.nbytes) for name, gather in gathers)]
     needs = [
         (held + gather.most_bytes, name, last)
