@@ -14,7 +14,7 @@ from zerojax._kernel.pieces import common_path
 from zerojax._kernel.places import Axes, axes_size, beyond
 from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
-from zerojax._table import human_bytes, in_runs
+from zerojax._table import few, human_bytes, in_runs
 from zerojax._wire import codecs as _codecs
 from zerojax.tools._audit.measurement import Measurement, is_ours
 from zerojax.tools._hlo import flow as _flow
@@ -60,8 +60,7 @@ def findings(report: Measurement) -> list[str]:
         return [UNNAMED, *general]
     leaves = {leaf.path: leaf for leaf in plan.params if leaf.update.dim is not None}
     return [
-        *_placement(report),
-        *(_donation(report) if report.trains else ()),
+        *_state(report),
         *_all_reduces(report, leaves),
         *(_reduced(report, leaves) if report.trains else ()),
         *_synchronous(report),
@@ -244,22 +243,19 @@ def _waiting(report: Measurement, leaves: Leaves, stage: int) -> Iterator[str]:
         )
 
 
-def _placement(report: Measurement) -> Iterator[str]:
+def _state(report: Measurement) -> Iterator[str]:
     for path, how in report.placement:
         yield (
             f"{path} reaches the step as {how}, not as the plan shards it. Place the state "
             "(zerojax.shard_train_state or plan.place), and keep it so with plan.constrain; with "
             "nnx, zerojax.nnx.shard(model, optimizer) after each step of another kind."
         )
-
-
-def _donation(report: Measurement) -> Iterator[str]:
-    if count := len(report.not_donated):
-        first = ", ".join(report.not_donated[:3]) + (f" and {count - 3} more" if count > 3 else "")
+    if report.not_donated and report.trains:
         yield (
-            f"{count} leaves of the state are not donated ({first}): they take memory twice. Leave "
-            "donate=True, or jit your own step with donate_argnums=0 and return the state in the "
-            "dtypes and shardings it came in (plan.constrain)."
+            f"{len(report.not_donated)} leaves of the state are not donated "
+            f"({few(report.not_donated)}): they take memory twice. Leave donate=True, or jit "
+            "your own step with donate_argnums=0 and return the state in the dtypes and shardings "
+            "it came in (plan.constrain)."
         )
 
 

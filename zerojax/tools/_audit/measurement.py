@@ -302,9 +302,8 @@ class Reading:
         """Returns for each operand which collective XLA:TPU has written as an all-reduce."""
         if one.kind != "all-reduce" or not self.module.is_of_tpu:
             return ()
-        count = range(len(one.instruction.operands))
-        reduce = one.instruction
-        return tuple(_flow.stands_for(self.module, reduce, at, one.group) for at in count)
+        kind_of = functools.partial(_flow.stands_for, self.module, one.instruction, group=one.group)
+        return tuple(map(kind_of, range(len(one.instruction.operands))))
 
     def _parts(self, one: Sent) -> Iterator[Array]:
         """Yields the arrays of a collective, each with the parameters that it belongs to."""

@@ -32,6 +32,7 @@ TRAFFIC_EXPLAINED = {
     "serves": "The parameters that it moves, or else the line of your code that it comes from.",
 }
 TIME_COLUMNS = ("between", "exposed")  # for a GPU whose speed is known
+FIGURES = ("step_seconds", "exposed_seconds", "overlap", "wire_bytes", "network_bytes")
 NO_TIMES = "zerojax knows no speeds of TPUs"
 ON_CPUS = (
     "Gathered weights and the order of collectives are those of CPU code; "
@@ -115,11 +116,7 @@ class Report(Printed, Measurement):
         values = vars(self).items()
         plain: dict[str, object] = {k: v for k, v in values if isinstance(v, str | int | tuple)}
         return plain | {
-            "step_seconds": self.step_seconds,
-            "exposed_seconds": self.exposed_seconds,
-            "overlap": self.overlap,
-            "wire_bytes": self.wire_bytes,
-            "network_bytes": self.network_bytes,
+            **{name: getattr(self, name) for name in FIGURES},
             "gpu": self.gpu.name if self.gpu else None,
             "stage": self.plan.stage if self.plan else None,
             "compute_seconds": self.modelled(self.replay.compute),
@@ -282,10 +279,8 @@ def _cells(one: Sent) -> tuple[str, ...]:
 
 def check_limits(max_peak_bytes: object, min_overlap: object) -> None:
     """Raises for limits that limit nothing."""
-    for name, value, most in (
-        ("max_peak_bytes", max_peak_bytes, math.inf),
-        ("min_overlap", min_overlap, 1),
-    ):
+    limits = {"max_peak_bytes": (max_peak_bytes, math.inf), "min_overlap": (min_overlap, 1)}
+    for name, (value, most) in limits.items():
         if value is not None and not (isinstance(value, int | float) and 0 <= value <= most):
             below = " between 0 and 1, a share of the step" if most == 1 else " of bytes"
             raise ValueError(f"{name}={value!r} must be a number{below}.")
