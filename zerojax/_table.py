@@ -1,4 +1,5 @@
-"""Tables, as text, as HTML for notebooks and as JSON; bytes and times as text.
+"""Tables, as text, as HTML for notebooks and as JSON; what they show: bytes and times as text,
+sums, groups.
 
 Tables are drawn here and not with `rich`: a table that is redirected to a log is drawn in full, one
 on a terminal drops and repeats columns until it fits, and both must be the same text, without
@@ -15,11 +16,13 @@ import re
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from zerojax._types import Number
 
+T = TypeVar("T")
 TEXT = str | bool  # what is aligned at the left
 Cell = TEXT | float | None  # numbers have a format; None is printed as "-"
 GAP = 2  # spaces between columns
@@ -34,6 +37,22 @@ _wrap = functools.partial(textwrap.wrap, break_long_words=False, break_on_hyphen
 def total(*parts: Number) -> Number:
     """Adds up; None if a part is unknown."""
     return None if None in parts else sum(parts)
+
+
+def summed(pairs: Iterable[tuple[Any, float]]) -> Counter[Any]:
+    """Adds up numbers by their keys."""
+    sums: Counter[Any] = Counter()
+    for key, number in pairs:
+        sums[key] += number  # type: ignore
+    return sums
+
+
+def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Returns the items by their keys, both in their order."""
+    groups: dict[Any, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def human_bytes(count: Number) -> str:
@@ -90,8 +109,7 @@ def shortened(words: Sequence[str], width: int) -> list[str]:
         tail = len(word) - (width - 1 - head)
         return word if len(word) <= width else f"{word[:head]}…{word[tail:]}"
 
-    heads = range((width - 1) // 4, width)
-    tried = ([shorten(word, head) for word in words] for head in heads)
+    tried = ([shorten(word, head) for word in words] for head in range((width - 1) // 4, width))
     return max(tried, key=lambda short: len(set(short)))  # the first of the best
 
 
@@ -114,8 +132,7 @@ def fitted() -> Iterator[None]:
 def _room() -> int:
     """Returns the columns that text has: those of a terminal, and without one as many as it likes,
     unless it is `fitted`."""
-    on_terminal = sys.stdout is not None and sys.stdout.isatty()
-    fits = on_terminal or _FITS.get()
+    fits = (sys.stdout is not None and sys.stdout.isatty()) or _FITS.get()
     return shutil.get_terminal_size().columns if fits else sys.maxsize
 
 

@@ -85,8 +85,7 @@ def audit(
     gpu = gpu or (_gpus.of_device_kind(device.device_kind) if device else None)
     module = Module(text)
     backend = _backend(module, device, gpu)
-    if backend == "tpu":
-        per_host = module.devices  # their links do not end at hosts
+    per_host = module.devices if backend == "tpu" else per_host  # their links pass hosts
     per_host = per_host or (_mesh.on_one_host(plan.mesh) if plan else DEFAULT_PER_HOST)
     replay = _schedule.replay(module, (gpu or _gpus.GPUS[UNKNOWN_GPU]).rates, per_host)
     reading = Reading(module, plan, replay.collectives)

@@ -21,7 +21,7 @@ from zerojax._kernel.pieces import common_path
 from zerojax._plan import show as _show
 from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
-from zerojax._table import human_bytes, shortened, total
+from zerojax._table import human_bytes, shortened, summed, total
 from zerojax._types import Number
 from zerojax._wire import codecs as _codecs
 from zerojax.tools._hlo import flow as _flow
@@ -177,9 +177,7 @@ class Measurement:
     @property
     def matmuls(self) -> tuple[str, ...]:
         """The dtypes of matmuls, without those of few FLOPs."""
-        flops: Counter[str] = Counter()
-        for (dtype, _), count in self._flops.items():
-            flops[dtype] += count
+        flops = summed((dtype, count) for (dtype, _), count in self._flops.items())
         return tuple(sorted(x for x in flops if flops[x] > FEW * max(flops.values())))
 
     @property
@@ -240,10 +238,7 @@ class Measurement:
     @functools.cached_property
     def totals(self) -> dict[str, float]:
         """The bytes that each device sends, by kind of collective; of what could be read."""
-        sums: dict[str, float] = collections.defaultdict(float)
-        for one in self.traffic:
-            sums[one.kind] += one.total_bytes
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+        return dict(summed((one.kind, one.total_bytes) for one in self.traffic).most_common())
 
 
 # -- reading a module
@@ -288,15 +283,12 @@ class Reading:
 
     def traffic(self) -> list[Sent]:
         """Returns the collectives with the parameters, mesh axes and lines that they serve."""
-        return [
-            dataclasses.replace(
-                one,
-                parts=tuple(self._parts(one)),
-                stands_for=self._stands_for(one),
-                source=self.module.source(one.instruction, OURS),
-            )
-            for one in self.collectives
-        ]
+        traffic = []
+        for one in self.collectives:
+            parts, kinds = tuple(self._parts(one)), self._stands_for(one)
+            line = self.module.source(one.instruction, OURS)
+            traffic.append(dataclasses.replace(one, parts=parts, stands_for=kinds, source=line))
+        return traffic
 
     def _stands_for(self, one: Sent) -> tuple[str, ...]:
         """Returns for each operand which collective XLA:TPU has written as an all-reduce."""
@@ -359,9 +351,7 @@ class Reading:
         if self.module.unread:
             return self._memory_by_compiler(compiled)
         parameters = self.module.parameters
-        arguments: Counter[str] = Counter()
-        for parameter, kind in zip(parameters, self.kinds, strict=True):
-            arguments[kind] += int(parameter.device_bytes)
+        arguments = summed(zip(self.kinds, (int(x.device_bytes) for x in parameters), strict=True))
         kept = self._temporary()
         stats = compiled.memory_analysis() if compiled is not None else None
         temporary = stats.temp_size_in_bytes if stats else sum(kept.values())
@@ -373,10 +363,8 @@ class Reading:
         if self.plan is not None:
             # All gradients whole, before and after they are reduced. What depends on reduced
             # statistics, as of a batch norm, is followed like a gradient, and may be far larger.
-            sizes = (
-                x.bytes_at(x.update.over(()), self.plan.mesh) * max(1, 4 // x.dtype.itemsize)
-                for x in self.plan.params
-            )
+            wide = [(max(1, 4 // x.dtype.itemsize), x) for x in self.plan.params]
+            sizes = (times * x.bytes_at(x.update.over(()), self.plan.mesh) for times, x in wide)
             gradients = min(gradients, 2 * sum(sizes))
         on_host = int(sum(one.nbytes - one.device_bytes for one in parameters))
         host_donated = int(sum(one.nbytes - one.device_bytes for one in reused))
@@ -418,10 +406,9 @@ class Reading:
         # Microbatches sum their gradients before these are reduced: the sums and their summands are
         # gradients too.
         reduced = _flow.summed_in(self.module, operands)
-        sizes: Counter[str] = Counter()
-        for buffer, holders in _flow.peak(self.module).items():
-            sizes[self._use(holders, reduced)] += int(_flow.device_bytes([buffer]))
-        return sizes
+        peak = _flow.peak(self.module).items()
+        sizes = ((self._use(of, reduced), int(_flow.device_bytes([x]))) for x, of in peak)
+        return summed(sizes)
 
     def _use(self, holders: list[Slot], reduced: set[Slot]) -> str:
         """Names a buffer after the values that are stored in it over its life."""

@@ -1,6 +1,5 @@
 """The report of an audit: its findings, its table, its picture."""
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -13,7 +12,7 @@ from zerojax import _figures
 from zerojax._figures import Figure
 from zerojax._plan import offload as _offload
 from zerojax._plan.show import groups_text
-from zerojax._table import Printed, Table, human_bytes, human_time
+from zerojax._table import Printed, Table, grouped, human_bytes, human_time
 from zerojax.tools._audit import contract as _contract
 from zerojax.tools._audit.measurement import Measurement
 from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Sent, Span
@@ -147,10 +146,8 @@ class Report(Printed, Measurement):
         spans = drawn_once([span for span in self.replay.spans if span.stream != IN_HOST])
         lanes = {name: at for name, at in LANES.items() if at >= 0 or self.replay.transfers}
         end = 1e3 * max(span.end for span in spans)
-        drawn: dict[str, list[Span]] = collections.defaultdict(list)
-        for span in spans:
-            what = span.kind or span.stream
-            drawn[what if what in TIMELINE_COLOURS else "other"].append(span)
+        known = {what: what for what in TIMELINE_COLOURS}
+        drawn = grouped(spans, lambda span: known.get(span.kind or span.stream, "other"))
         for what in (what for what in TIMELINE_COLOURS if what in drawn):
             bars = [(1e3 * span.start, 1e3 * (span.end - span.start)) for span in drawn[what]]
             place = (lanes[drawn[what][0].stream] - 0.4, 0.8)

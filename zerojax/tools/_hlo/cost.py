@@ -39,10 +39,8 @@ class CostModel:
 
     def seconds(self, instruction: Instruction) -> float:
         most = self.rates.attention if _is_attention(instruction) else math.inf
-        computed = sum(
-            flops / min(most, self.rates.of_matmuls(dtype))
-            for _, dtype, flops in self.matmuls(instruction)
-        )
+        matmuls = self.matmuls(instruction)
+        computed = sum(n / min(most, self.rates.of_matmuls(dtype)) for _, dtype, n in matmuls)
         return max(computed, self.touched(instruction) / self.rates.memory)
 
     # -- arithmetic
@@ -59,7 +57,10 @@ class CostModel:
         opcode, attributes = instruction.opcode, instruction.attributes
         operands = instruction.operands
         if opcode == "dot" or (opcode == "custom-call" and _MATMUL_CALL.search(attributes)):
-            flops = _dot_flops(instruction, operands[0].arrays[0].dims)
+            left = operands[0].arrays[0].dims
+            numbers = re.findall(r"\d+", instruction.attribute(_CONTRACTING) or "")
+            contracted = [left[int(number)] for number in numbers] or [left[-1]]
+            flops = 2 * instruction.arrays[0].size * math.prod(contracted)
         elif opcode == "convolution" or "__cudnn$conv" in attributes:
             flops = _convolution_flops(instruction)
         elif _is_attention(instruction):
@@ -113,12 +114,6 @@ def _is_attention(instruction: Instruction) -> bool:
     return instruction.opcode == "custom-call" and _CUDNN_ATTENTION in instruction.attributes
 
 
-def _dot_flops(dot: Instruction, left: tuple[int, ...]) -> int:
-    numbers = re.findall(r"\d+", dot.attribute(_CONTRACTING) or "")
-    dims = [int(number) for number in numbers] or [len(left) - 1]
-    return 2 * dot.arrays[0].size * math.prod(left[d] for d in dims)
-
-
 def _convolution_flops(convolution: Instruction) -> int:
     """Counts two FLOPs for each pair of an output element and a kernel element that meet.
 
@@ -152,9 +147,8 @@ def _written_by(output: Instruction) -> float:
         inner = inner.operands[0]
         if inner.opcode not in ("dynamic-update-slice", "bitcast"):
             break
-    if inner.opcode == "dynamic-update-slice":
-        return inner.operands[1].nbytes
-    return output.nbytes
+    is_update = inner.opcode == "dynamic-update-slice"
+    return (inner.operands[1] if is_update else output).nbytes
 
 
 def _read(parameter: Instruction, users: list[tuple[int, Instruction]]) -> float:

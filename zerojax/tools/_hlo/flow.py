@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeAlias
 
+from zerojax._table import grouped
 from zerojax.tools._hlo.module import Instruction, Module
 
 ARGUMENT, JOINED = "argument", "joined"
@@ -253,20 +254,15 @@ def waiting(module: Module, readers: Iterable[Instruction]) -> list[Slot]:
 
     Of each computation, those with most bytes at one time.
     """
-    fullest: dict[str, list[Slot]] = collections.defaultdict(list)
-    lives: dict[str, list[tuple[int, int, Slot]]] = collections.defaultdict(list)
-    for name, inside in itertools.groupby(readers, key=lambda one: one.computation):
+    fullest: list[Slot] = []
+    for name, inside in grouped(readers, lambda reader: reader.computation).items():
         order = {one: at for at, one in enumerate(module.computations[name].values())}
-        lives[name] += [
-            (order[_maker(operand)], order[reader], (reader, at))
-            for reader in inside
-            for at, operand in enumerate(reader.operands)
-        ]
-    for name, each in lives.items():
-        for now in {read for _, read, _ in each}:
-            alive = [slot for made, read, slot in each if made < now <= read]
-            fullest[name] = max(fullest[name], alive, key=_operand_bytes)
-    return list(itertools.chain(*fullest.values()))
+        slots = [(reader, at) for reader in inside for at in range(len(reader.operands))]
+        lives = [(order[_maker(one.operands[at])], order[one], (one, at)) for one, at in slots]
+        times = {read for _, read, _ in lives}
+        alive = ([slot for made, read, slot in lives if made < now <= read] for now in times)
+        fullest += max(alive, key=_operand_bytes, default=[])
+    return fullest
 
 
 def _operand_bytes(slots: Iterable[Slot]) -> float:
@@ -330,9 +326,7 @@ class _Storage:
             for one in (*instruction.operands, instruction):
                 last |= dict.fromkeys(_union(self.values[one]), at)
         last |= dict.fromkeys(_union(result), len(order))
-        ends: dict[int, list[Slot]] = collections.defaultdict(list)
-        for buffer, at in last.items():
-            ends[at].append(buffer)
+        ends = grouped(last, last.__getitem__)
         live: dict[Slot, None] = {}
         now = most = 0.0
         best: list[Slot] = []
@@ -343,7 +337,7 @@ class _Storage:
             inside = self.inside.get(instruction, [])
             if (with_it := now + device_bytes(inside)) > most:
                 most, best = with_it, [*live, *inside]
-            ended = [buffer for buffer in ends[at] if buffer in live]
+            ended = [buffer for buffer in ends.get(at, ()) if buffer in live]
             now -= device_bytes(ended)
             for buffer in ended:
                 del live[buffer]
@@ -358,8 +352,7 @@ class _Storage:
             result, inside = max(runs, key=lambda run: device_bytes(run[1]))
             self.inside[instruction] = inside
             # A loop's result is stored where its initial value was.
-            stays = opcode == "while" and len(operands[0]) == len(result)
-            return operands[0] if stays else result
+            return operands[0] if opcode == "while" and len(operands[0]) == len(result) else result
         new: Sets = [frozenset([value]) for value in _values(instruction)]
         moved = [*itertools.chain(*operands)]
         if opcode == "copy-start":
@@ -383,6 +376,5 @@ class _Storage:
             updated = output.operands[0] if updates else output
             while updates and updated.opcode == "bitcast":
                 updated = updated.operands[0]
-            is_operand = updates and updated.opcode == "parameter"
-            into.append(int(updated.inside) if is_operand else None)
+            into.append(int(updated.inside) if updates and updated.opcode == "parameter" else None)
         return into

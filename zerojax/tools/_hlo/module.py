@@ -198,15 +198,12 @@ class Instruction:
 
 def arrays_of(type_text: str) -> list[Array]:
     """Returns all arrays of a type, with tuples flattened."""
-    return [
-        Array(
-            dtype,
-            tuple(map(int, re.findall(r"\d+", dims))),
-            _HOST_LAYOUT in layout,
-            on_chip=bool(_ON_CHIP.search(layout)),
-        )
-        for dtype, dims, layout in _ARRAY.findall(type_text)
-    ]
+    arrays = []
+    for dtype, numbers, layout in _ARRAY.findall(type_text):
+        dims = tuple(map(int, re.findall(r"\d+", numbers)))
+        on_host, on_chip = _HOST_LAYOUT in layout, bool(_ON_CHIP.search(layout))
+        arrays.append(Array(dtype, dims, on_host, on_chip=on_chip))
+    return arrays
 
 
 def arrays_before(index: int, type_text: str) -> int:
@@ -394,13 +391,9 @@ class Module:
 
     @functools.cached_property
     def _started(self) -> set[str | None]:
-        return {
-            _channel(one)
-            for part in self.computations.values()
-            if any(_ASYNC_START in other.attributes for other in part.values())
-            for one in part.values()
-            if one.collective
-        }
+        parts = [part.values() for part in self.computations.values()]
+        starting = [part for part in parts if any(_ASYNC_START in one.attributes for one in part)]
+        return {_channel(one) for part in starting for one in part if one.collective}
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
@@ -446,10 +439,8 @@ class Module:
     @functools.cached_property
     def _tables(self) -> dict[str, dict[str, str]]:
         """The tables of source positions at the start of newer modules: rows by their numbers."""
-        return {
-            name: dict(row.split(" ", 1) for row in rows.splitlines())
-            for name, rows in _TABLE.findall(self.text)
-        }
+        tables = _TABLE.findall(self.text)
+        return {name: dict(row.split(" ", 1) for row in rows.splitlines()) for name, rows in tables}
 
 
 def _constant(value: Instruction) -> int | None:

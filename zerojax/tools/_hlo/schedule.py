@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from zerojax._table import few, in_runs, shortened
+from zerojax._table import few, in_runs, shortened, summed
 from zerojax.tools._hlo import flow as _flow
 from zerojax.tools._hlo.cost import CostModel, Matmul
 from zerojax.tools._hlo.gpus import Rates, network_share
@@ -136,10 +136,7 @@ class Replay:
 
     @property
     def flops_by_dtype(self) -> Counter[str]:
-        flops: Counter[str] = Counter()
-        for _, dtype, count in self.matmuls:
-            flops[dtype] += count
-        return flops
+        return summed((dtype, count) for _, dtype, count in self.matmuls)
 
     @property
     def flops(self) -> float:
