@@ -41,11 +41,7 @@ class Extras:
 
 
 def encoded(
-    step: int | None,
-    rng: object,
-    data: object,
-    metadata: object,
-    metrics: Mapping[str, float] | None = None,
+    step: int | None, rng: object, data: object, metadata: object, metrics: Mapping[str, float]
 ) -> tuple[dict[str, Json], str]:
     """Returns what all processes save alike, and the text of this one's data."""
     if isinstance(rng, int | float | str | bytes):
@@ -61,7 +57,7 @@ def encoded(
         raise ValueError(
             "rng=, data= or metadata= is nested too deeply, or contains itself. Make it flat."
         ) from None
-    rest |= {"step": None if step is None else step_number(step), "metrics": dict(metrics or {})}
+    rest |= {"step": None if step is None else step_number(step), "metrics": dict(metrics)}
     rest |= {"format": FORMAT, "written_by": zerojax.__version__}
     return rest, own
 

@@ -321,8 +321,7 @@ class Checkpoints:
                 f"best={best!r} is not among the metrics {sorted(metrics)}. Pass "
                 f"metrics={{{best!r}: ...}} to save."
             )
-        custom = _extras.pack(shared, own)
-        args = _save.save_args(self._handler, state, custom, shapes)
+        args = _save.save_args(self._handler, state, _extras.pack(shared, own), shapes)
         self._rank(step, ranking.get(best))
         with self._cleaned_up():
             self._manager.save(step, args=args, force=True)

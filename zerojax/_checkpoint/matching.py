@@ -50,15 +50,13 @@ def saved_leaves(tree: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
 
     The type of a Python number is weak: it has no width.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_metadata)[0]
-    return {
-        _state.path_name(path): jax.ShapeDtypeStruct(
-            tuple(getattr(leaf, "shape", ())),
-            leaf.dtype,
-            weak_type=isinstance(leaf, ocp.metadata.ScalarMetadata),
-        )
-        for path, leaf in leaves
-    }
+    structs = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_metadata)[0]:
+        shape = tuple(getattr(leaf, "shape", ()))
+        is_number = isinstance(leaf, ocp.metadata.ScalarMetadata)
+        struct = jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=is_number)
+        structs[_state.path_name(path)] = struct
+    return structs
 
 
 def match(

@@ -3,7 +3,7 @@
 import functools
 import operator
 import os
-from collections.abc import Callable, Collection, Container, Mapping, Set
+from collections.abc import Callable, Container, Mapping, Set
 from typing import Any
 
 import jax
@@ -154,7 +154,8 @@ def import_safetensors(
     sizes = {leaf.name: shapes.get(leaf.name, np.shape(leaf.value)) for leaf in leaves}
     kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
     files = os.fspath(_save.absolute(path))
-    codes, leaves = _into_codes(params, leaves, sizes, kept, _tensors(files, rename, ()))
+    stored = _tensors(files, rename, ())
+    codes, leaves = _into_codes(params, leaves, sizes, kept, stored.keys())
     by_tensor = _names.sources({} if names is None else names, sizes, kept)
     sources = [one for parts in by_tensor.values() for one in parts]
     stored = _tensors(files, rename, by_tensor)
@@ -203,18 +204,14 @@ def _agree(
 
 
 def _into_codes(
-    params: PyTree,
-    leaves: list[Leaf],
-    sizes: dict[str, Shape],
-    kept: Container[str],
-    stored: Collection[str],
+    params: PyTree, leaves: list[Leaf], sizes: dict[str, Shape], kept: Set[str], stored: Set[str]
 ) -> tuple[dict[str, tuple[Leaf, Coding]], list[Leaf]]:
     """Returns the leaves of codes that are made of a weight in files, by its name, and all leaves
     as the files have them. `sizes` gets the shapes of the weights."""
     codes: dict[str, tuple[Leaf, Coding]] = {}
     seen = list(leaves)
     for at, (leaf, coding) in enumerate(zip(leaves, codings_of(params), strict=True)):
-        if coding is None or leaf.name in kept or {leaf.name, dotted(leaf.name)} & {*stored}:
+        if coding is None or leaf.name in kept or {leaf.name, dotted(leaf.name)} & stored:
             continue
         seen[at] = weight = as_weight(leaf, coding, sizes.pop(leaf.name))
         sizes[weight.name], codes[weight.name] = weight.value.shape, (leaf, coding)

@@ -99,7 +99,7 @@ def save(
     if plan is not None:
         check_plan(plan, "plan=")
     shapes = padded_shapes(state, plan)
-    shared, own = _extras.encoded(step, rng, data, metadata)
+    shared, own = _extras.encoded(step, rng, data, metadata, {})
     agree("zerojax.save", target, state, OWN_DATA, **shared, shapes=shapes)
     custom = _extras.pack(shared, own)
     mine = functools.partial(_files.unfinished, target.parent, glob.escape(target.name))
@@ -288,11 +288,8 @@ def save_args(
     arrays = _without_partials(jax.tree.map(as_array, state))
     jax.block_until_ready(arrays)  # a step that failed raises here, before any file exists
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), arrays)
-    handler.shapes = {
-        keystr(leaf.path, simple=True, separator="."): shapes[leaf.name]
-        for leaf in _state.leaves_with_paths(arrays)
-        if leaf.name in shapes
-    }
+    padded = [leaf for leaf in _state.leaves_with_paths(arrays) if leaf.name in shapes]
+    handler.shapes = {keystr(x.path, simple=True, separator="."): shapes[x.name] for x in padded}
     return Args(arrays, save_args=chunks, custom_metadata=custom)
 
 

@@ -225,10 +225,8 @@ def _check_chunk(chunk_bytes: float | None, gathers: Sequence[tuple[str, Gather]
     if chunk_bytes is not None:
         check_bytes("chunk_bytes", chunk_bytes)
     before = [("", 0), *((name, gather.nbytes) for name, gather in gathers)]
-    needs = [
-        (held + gather.most_bytes, name, last)
-        for (last, held), (name, gather) in zip(before, gathers, strict=False)
-    ]
+    pairs = zip(before, gathers, strict=False)
+    needs = [(held + gather.most_bytes, name, last) for (last, held), (name, gather) in pairs]
     least, name, last = max(needs)
     if chunk_bytes is not None and chunk_bytes < least:
         beside = f", beside {last}, which the loop still holds" if last else ""
