@@ -12,6 +12,7 @@ import numpy as np
 from zerojax._loss import batch as _batch, fields as _fields, mean as _mean
 from zerojax._plan.padding import padded, unpadded
 from zerojax._state import refusals as _refusals, state as _state
+from zerojax._table import few
 from zerojax._types import PyTree
 from zerojax.tools._verify import compare as _compare, reference as _reference
 from zerojax.tools._verify.compare import Check, Verification
@@ -19,7 +20,6 @@ from zerojax.tools._verify.reference import Comparison, Reference, Replayed
 
 OF_STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
 LOSS, GRADIENTS = "loss", "gradients"
-NAMED = 3  # leaves that a sentence names before it counts the rest
 UNSEEN_KEY = (  # of a TrainState, and of nnx
     "Pass the key to the step, step(state, batch, rng), which folds it for each part",
     "Draw from a nnx.Rngs that the model holds, or pass one to the step, "
@@ -37,7 +37,7 @@ def of_the_step(step: Comparison, checks: Sequence[Check]) -> Iterator[str]:
     if _compare.PADDING in wrong:
         paths = [c.path for c in checks if c.is_wrong and c.kind == _compare.PADDING]
         yield (
-            f"The padding of {_listed(paths, 1)} is not zero after the step: the update changed it "
+            f"The padding of {few(paths, 1)} is not zero after the step: the update changed it "
             "as if it were part of the state. Inside jax.jit, take gradients and update with "
             "zerojax.unpad(state), and return plan.constrain(new_state), which pads with zeros."
         )
@@ -45,7 +45,7 @@ def of_the_step(step: Comparison, checks: Sequence[Check]) -> Iterator[str]:
     unexplained = [LOSS] if "loss" in wrong else []
     if differing:
         yield (
-            f"Devices that should hold the same {_listed(differing, 1)} hold different values: a "
+            f"Devices that should hold the same {few(differing, 1)} hold different values: a "
             "device used only its own part of the batch. Reduce gradients before the update: "
             f"jax.lax.pmean(grads, {step.reference.axis_name})."
         )
@@ -175,9 +175,8 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             "mean over the parts. Use a mean, or divide by the number of rows that the loss sees, "
             "len(x), not by that of the whole batch."
         )
-    if reference.microbatches > 1 and close(
-        replay(reference.split | {_reference.MICROBATCH_AXIS: 1}).loss, whole
-    ):
+    at_once = reference.split | {_reference.MICROBATCH_AXIS: 1}
+    if reference.microbatches > 1 and close(replay(at_once).loss, whole):
         norm = ", as BatchNorm does" if _has_statistics(reference, parts) else ""
         return (
             f"The loss means something else on a microbatch than on the whole batch{norm}: with "
@@ -313,9 +312,9 @@ def check_fields_of_parts(report: Verification, reference: Reference, parts: Rep
             wrong.append(f"{name} ({', '.join(_element(part, differs) for part in each)})")
     if wrong:
         report.causes.append(
-            f"The parts of the batch disagree on {_listed(wrong)}, in mutable= and of a dtype that "
-            "has no mean: a step keeps that of the first part. Make it from values that all "
-            f"devices share: sum their counts, jax.lax.psum(x, {reference.axis_name}); derive a "
+            f"The parts of the batch disagree on {few(wrong)}, in mutable= and of a dtype that has "
+            "no mean: a step keeps that of the first part. Make it from values that all devices "
+            f"share: sum their counts, jax.lax.psum(x, {reference.axis_name}); derive a "
             "key from the state's own, not from one folded for the device."
         )
 
@@ -338,13 +337,13 @@ def check_fields_of_whole(
     if counts:
         times = f", times {count}" if (count := reference.microbatches) > 1 else ""
         report.causes.append(
-            f"A part of the batch and all of it make different numbers of {_listed(counts)}, in "
+            f"A part of the batch and all of it make different numbers of {few(counts)}, in "
             f"mutable=. Count over the devices: jax.lax.psum(x, {reference.axis_name}){times}, or "
             "accept it with whole_batch=False."
         )
     if means:
         report.notes.append(
-            f"The parts of the batch update {_listed(means)}, in mutable=, and a step keeps the "
+            f"The parts of the batch update {few(means)}, in mutable=, and a step keeps the "
             "mean of their results; the whole batch gives another. That is right for running "
             "statistics and wrong for a queue: put the rows of all devices into it, "
             f"jax.lax.all_gather(x, {reference.axis_name}, tiled=True)."
@@ -363,8 +362,7 @@ def _fields_of(
     for leaf, *values in zip(_state.leaves_with_paths(parts.aux), *others, strict=True):
         if _fields.is_field(leaf.path, names):
             each, kept, of_whole = map(_compare.numbers, (leaf.value, *values))
-            has_no_mean = _fields.has_no_mean(leaf.path, leaf.value, names)
-            yield leaf.name, each, kept, of_whole, has_no_mean
+            yield leaf.name, each, kept, of_whole, _fields.has_no_mean(leaf.path, leaf.value, names)
 
 
 def _field_check(path: str, value: np.ndarray, wanted: np.ndarray) -> Check:
@@ -376,8 +374,3 @@ def _field_check(path: str, value: np.ndarray, wanted: np.ndarray) -> Check:
 def _element(value: np.ndarray, differs: np.ndarray) -> str:
     """Shows the first element that differs."""
     return f"{value.reshape(-1)[np.argmax(differs)]:.0f}"
-
-
-def _listed(names: Sequence[str], count: int = NAMED) -> str:
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more

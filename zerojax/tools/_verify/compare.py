@@ -238,12 +238,7 @@ def compare_padding(path: str, value: ArrayLike, shape: Shape) -> Check:
 
 
 def compare_trees(
-    prefix: str,
-    kind: str,
-    tree: PyTree,
-    wanted: PyTree,
-    limits: PyTree,
-    rests: Sequence[Shape] | None = None,
+    prefix: str, kind: str, tree: PyTree, wanted: PyTree, limits: PyTree, rests: PyTree = None
 ) -> Iterator[Check]:
     """Compares two trees of the same structure leaf by leaf; `limits` has one for each.
 

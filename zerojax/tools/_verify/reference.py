@@ -11,7 +11,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 from jax.extend.random import define_prng_impl
 from jax.sharding import AbstractMesh, AxisType
 from jax.typing import DTypeLike
@@ -203,8 +203,7 @@ class Reference:
         # In place of a mesh: there may be fewer devices than parts.
         auto = (AxisType.Auto,) * len(split)
         mesh: PyTree = AbstractMesh((*split.values(),), (*split,), axis_types=auto)
-        whole = map(self.plan.seen_by_loss, self.plan.params)
-        full = jax.tree.structure(params).unflatten(whole)
+        full = jax.tree.structure(params).unflatten(map(self.plan.seen_by_loss, self.plan.params))
         shapes = [_batch.part_shape(value, role, ways) for value, role in pairs]
         shapes = seen_in([full, *treedef.unflatten(shapes)], compute, self.precision.param)
         loss_fn = with_fields(self.recipe.loss_fn, self.state, names)
@@ -233,11 +232,10 @@ class Reference:
         with working(doing):
             losses, aux, grads = self.moved(run(floats, same, parts))
         if grads is not None:
+            each = enumerate(values)
             trained = {i: i in grads and not leaf.frozen for i, leaf in enumerate(self.plan.params)}
-            grads = paramdef.unflatten(
-                grads[i] * factor if trained[i] else zero_gradient(value)
-                for i, value in enumerate(values)
-            )
+            total = [grads[i] * factor if trained[i] else zero_gradient(v) for i, v in each]
+            grads = paramdef.unflatten(total)
         aux = jax.tree.structure(traced.aux).unflatten(aux)
         return Replayed(np.asarray(losses) / share, aux, grads, traced.jaxpr, compute)
 
@@ -251,9 +249,8 @@ class Reference:
         def one(leaf: PyTree) -> jax.Array:
             if not is_key(leaf):
                 return jax.device_put(np.asarray(leaf), self.device)
-            return jax.random.wrap_key_data(
-                one(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf)
-            )
+            words = one(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
 
         return jax.tree.map(lambda leaf: jax.block_until_ready(one(leaf)), tree)
 
@@ -262,9 +259,8 @@ class Reference:
         devices, and to the dtypes of the parameters, which their gradients have."""
         options = (self.precision.gather, WEIGHTS_NOISE), (self.precision.reduce, GRADIENTS_NOISE)
         ways = [(way, factor) for option, factor in options for _, way in rules_of(option)]
-        noise = [
-            factor * NOISE[way.dtype] for way, factor in ways if isinstance(way, QuantizedWire)
-        ]
+        quantized = [(way, factor) for way, factor in ways if isinstance(way, QuantizedWire)]
+        noise = [factor * NOISE[way.dtype] for way, factor in quantized]
         sent = [way for way, _ in ways if way is not None and not isinstance(way, QuantizedWire)]
         params = [p.dtype for p in self.plan.params if jnp.issubdtype(p.dtype, jnp.floating)]
         dtypes = [replayed.dtype, *sent, *params]
@@ -416,10 +412,8 @@ class Comparison:
         """Compares the masters and moments that the state keeps in 8 bits, decoded."""
         shapes = {leaf.path: (leaf.shape, leaf.padded_shape) for leaf in self.reference.plan.leaves}
         trees = (_decoded.decoded(each, self.numbers) for each in (new, self.reference.state))
-        found = _decoded.seen(self.state, self.numbers, shapes)
-        for number, value, wanted, before, far in zip(
-            self.numbers, found, *trees, spreads, strict=True
-        ):
+        columns = self.numbers, _decoded.seen(self.state, self.numbers, shapes), *trees, spreads
+        for number, value, wanted, before, far in zip(*columns, strict=True):
             if value is not None:
                 exact = _compare.numbers(wanted)
                 change = exact - _compare.numbers(before)
@@ -458,8 +452,7 @@ TAG = "zerojax_alike"  # in the dtypes of these keys: key<zerojax_alike>
 
 def _bits(key: jax.Array, width: int, shape: Shape) -> jax.Array:
     """Returns bits that make `jax.random.uniform` 0.25: dropout of up to 3 in 4 keeps all."""
-    dtype = jnp.dtype(f"uint{width}")
-    return jnp.full(shape, dtype.type(1 << (width - 2)))
+    return jnp.full(shape, jnp.dtype(f"uint{width}").type(1 << (width - 2)))
 
 
 ALIKE = define_prng_impl(
@@ -482,14 +475,9 @@ def alike(key: jax.Array) -> jax.Array:
 def rejects(jaxpr: Jaxpr) -> bool:
     """Whether a loss draws until something holds, which never ends where all draws are alike."""
     loops = (eqn for eqn in _compat.every_eqn(jaxpr) if eqn.primitive.name == "while")
-    inside = (inner for eqn in loops for part in _compat.inner_jaxprs(eqn) for inner in part.eqns)
-    names = {eqn.primitive.name for eqn in _compat.every_eqn(jaxpr)}
-    return "random_gamma" in names or any(map(_draws, inside))
-
-
-def _draws(eqn: JaxprEqn) -> bool:
-    inner = (e for part in _compat.inner_jaxprs(eqn) for e in _compat.every_eqn(part))
-    return any(e.primitive.name in DRAWS for e in (eqn, *inner))
+    inside = (part for eqn in loops for part in _compat.inner_jaxprs(eqn))
+    drawn = {eqn.primitive.name for part in inside for eqn in _compat.every_eqn(part)} & DRAWS
+    return bool(drawn) or "random_gamma" in {e.primitive.name for e in _compat.every_eqn(jaxpr)}
 
 
 def has_keys_of_its_own(jaxpr: Jaxpr) -> bool:

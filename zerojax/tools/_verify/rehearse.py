@@ -31,28 +31,20 @@ from zerojax._state import state as _state
 from zerojax._state.state import state_of
 from zerojax._step.step import Step, train_step
 from zerojax._step.step_options import LossOptions
+from zerojax._table import few
 from zerojax._types import PyTree, Shape
 from zerojax.tools._verify.compare import WRONG, Check
 
-MOST_LISTED = 3  # leaves that a note names before it counts the rest
 IN_PLAN, OF_COLLECTIVES = "plan", "collective"  # kinds of checks
 
 
-@dataclasses.dataclass(frozen=True)
-class Rehearsal:
-    """A step on a small model, placed as a plan places a large one."""
+def rehearsal(
+    step: Any, source: PyTree, batch: PyTree, rng: PyTree, plan: Plan
+) -> tuple[Step, PyTree, tuple[PyTree, ...], list[Check], list[str]]:
+    """Places a small state by a large plan, on a mesh of the devices that are here.
 
-    plan: Plan  # the large one
-    small: Plan
-    step: Step
-    state: PyTree
-    args: tuple[PyTree, ...]
-    checks: list[Check]
-    notes: list[str]
-
-
-def rehearsal(step: Any, source: PyTree, batch: PyTree, rng: PyTree, plan: Plan) -> Rehearsal:
-    """Places a small state by a large plan, on a mesh of the devices that are here."""
+    Returns a step, its state and its other arguments, and the checks and notes of the placement.
+    """
     check_plan(plan, "verify(plan=)")
     if hasattr(step, "pure"):
         step, source, rng = step._unmade(source, rng)
@@ -67,11 +59,10 @@ def rehearsal(step: Any, source: PyTree, batch: PyTree, rng: PyTree, plan: Plan)
     like = Counterparts(plan)
     mesh = _mesh_like(plan, like, shapes, args, options)
     small = _placed_like(plan, like, source, shapes, mesh, options.tx)
-    changed = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+    changed: dict[str, Any] = vars(options) | {"plan": None if options.plan is None else small}
     if options.prefetch == "auto":
         ahead = options.keep_layers > 1 or _compat.overlaps(plan.mesh.devices.flat[0])
         changed["prefetch"] = int(ahead)
-    changed["plan"] = None if options.plan is None else small
     here = train_step(step.recipe.loss_fn, **changed)
     checks, notes = like.compared(small)
     sizes = [", ".join(f"{axis}={n}" for axis, n in one.shape.items()) for one in (plan.mesh, mesh)]
@@ -79,7 +70,7 @@ def rehearsal(step: Any, source: PyTree, batch: PyTree, rng: PyTree, plan: Plan)
     state = small.place(source)
     with working(f"verify: tracing the step for {plan.size} devices"):
         found, sent = _collectives(step, here, plan, small, state, args)
-    return Rehearsal(plan, small, here, state, args, [*checks, *found], [*notes, *sent])
+    return here, state, args, [*checks, *found], [*notes, *sent]
 
 
 def _alike(path: str) -> str:
@@ -126,13 +117,13 @@ class Counterparts:
             else:
                 checks += [_wrong(path, IN_PLAN, what) for what in odd]
         notes = [
-            f"Padded {where}: {_few(paths)}. Other sizes of the small model would change that."
+            f"Padded {where}: {few(paths)}. Other sizes of the small model would change that."
             for where in ("there and not here", "here and not there")
             if (paths := [path for at, path in padded if at == where])
         ]
         if narrow:
             notes.append(
-                f"Placed otherwise than there: {_few(narrow)}. A row has a scale for each "
+                f"Placed otherwise than there: {few(narrow)}. A row has a scale for each "
                 f"{NEIGHBOURS} numbers: {small.size} devices share those of widths that "
                 f"{NEIGHBOURS * small.size} divides."
             )
@@ -158,11 +149,6 @@ def _wrong(path: str, kind: str, what: str) -> Check:
     return Check(path, kind, np.inf, 0.0, 0.0, f"{WRONG}: {what}")
 
 
-def _few(names: Sequence[str]) -> str:
-    more = len(names) - MOST_LISTED
-    return ", ".join(names[:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
-
-
 # -- the small plan
 
 
@@ -180,9 +166,8 @@ def _mesh_like(
     padding = f", accumulate={options.accumulate}" if options.accumulate > 1 else ""
     best: tuple[tuple, dict[str, int]] | None = None
     refused = None
-    for sizes in itertools.product(
-        *(range(2, min(plan.mesh.shape[axis], len(devices)) + 1) for axis in names)
-    ):
+    counts = [range(2, min(plan.mesh.shape[axis], len(devices)) + 1) for axis in names]
+    for sizes in itertools.product(*counts):
         shape = dict.fromkeys(plan.mesh.axis_names, 1) | dict(zip(names, sizes, strict=True))
         if math.prod(sizes) > len(devices):
             continue
@@ -232,14 +217,13 @@ def _placed_like(
     params = [leaf for leaf in _state.leaves_of(shapes) if leaf.kind == _state.PARAMS]
     pairs = list(like.pairs([(leaf.name, np.shape(leaf.value)) for leaf in params]))
     stacked = [re.escape(path.partition("/")[2]) for leaf, path, _ in pairs if leaf.stacked]
+    is_sharded = axes_size(plan.mesh, plan.batch_axes) > 1
     small = _planner.plan(
         source,
         stage=plan.stage,
         mesh=mesh,
         axis=plan.batch_axes,
-        groups=dataclasses.asdict(plan.groups)
-        if axes_size(plan.mesh, plan.batch_axes) > 1
-        else None,
+        groups=dataclasses.asdict(plan.groups) if is_sharded else None,
         overrides={f"^{re.escape(path)}$": leaf.update.spec for leaf, path, _ in pairs},
         min_shard_size=0,
         stacked=f"^({'|'.join(stacked)})$" if stacked else (),
@@ -287,10 +271,8 @@ def _collectives(
             f"The collectives are not compared: the loss does not take the plan's model with a "
             f"batch like this one ({type(error).__name__}: {line})."
         ]
-    sets = [
-        set(_sent(traced.jaxpr.jaxpr, {leaf.path for leaf in one.params}))
-        for traced, one in ((there, plan), (here.trace(state, *args), small))
-    ]
+    pairs = (there, plan), (here.trace(state, *args), small)
+    sets = [set(_sent(x.jaxpr.jaxpr, {leaf.path for leaf in one.params})) for x, one in pairs]
     checks = []
     for own, other, where in ((*sets, "not here"), (*reversed(sets), "not there")):
         for path, *what in sorted(own - other):

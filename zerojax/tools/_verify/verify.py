@@ -1,7 +1,6 @@
 """`zerojax.verify`: compares one step with one device."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,11 +19,7 @@ from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step.grad import loss_and_grads
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._types import Device, PyTree
-from zerojax.tools._verify import (
-    causes as _causes,
-    compare as _compare,
-    rehearse as _rehearse,
-)
+from zerojax.tools._verify import causes as _causes, compare as _compare, rehearse as _rehearse
 from zerojax.tools._verify.compare import NOT_FINITE, RIGHT, Check, Verification, largest
 from zerojax.tools._verify.reference import Comparison, Reference, Replayed, averaged, rejects
 
@@ -99,38 +94,16 @@ def verify(
             f"tolerance={tolerance!r} must be a number from 0: how far values may differ, relative "
             "to the largest. Leave it out for one that fits their dtypes."
         )
-    compared = functools.partial(
-        _compared, like=like, whole_batch=whole_batch, tolerance=tolerance, device=device
-    )
-    if plan is None:
-        return compared(step, state, (batch,) if rng is None else (batch, rng))
-    if like is not None:
+    args, checks, notes = (batch,) if rng is None else (batch, rng), [], []
+    if plan is not None and like is not None:
         raise TypeError(
             "verify(plan=) runs the step on another mesh, which a step of your own may not know. "
             "Leave like= out, and pass the step that you would pass there."
         )
-    rehearsal = _rehearse.rehearsal(step, state, batch, rng, plan)
-    report = compared(rehearsal.step, rehearsal.state, rehearsal.args)
-    report.checks[:0], report.notes[:0] = rehearsal.checks, rehearsal.notes
-    return report
-
-
-def _compared(
-    step: Callable[..., PyTree],
-    state: PyTree,
-    args: tuple[PyTree, ...],
-    *,
-    like: Callable[..., PyTree] | None,
-    whole_batch: bool,
-    tolerance: float | None,
-    device: Device | None,
-) -> Verification:
+    if plan is not None:
+        step, state, args, checks, notes = _rehearse.rehearsal(step, state, batch, rng, plan)
     recipe = _recipe_of(step if like is None else like)
-    _arguments.check_kinds(state, args[0])
-    _refusals.check_alive(state)
-    for value, what in zip(args, ("batch", "rng"), strict=False):
-        _refusals.check_values(value, what)
-    plan = _plan_of(state, recipe)
+    plan = _plan_of(state, args, recipe)
     with _mesh.unset(), working("verify: copying the state to one device"):
         reference = Reference(recipe, plan, state, args, device)
     on_all = f"on {plan.mesh.size} device{'s' * (plan.mesh.size > 1)}"
@@ -138,13 +111,7 @@ def _compared(
         # As the step may donate its arguments, it gets copies.
         copied = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, (state, *args))
         result = jax.block_until_ready(step(*copied))
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(
-            f"the step returned a {type(result).__name__}. verify takes steps that return (new "
-            "state, metrics): wrap yours, lambda state, batch: (new_state, {'loss': loss})."
-        )
-    new_state, metrics = result
-    metrics = dict(metrics) if isinstance(metrics, Mapping) else {"loss": metrics}
+    new_state, metrics = _taken_apart(result)
     grads = metrics.get("grads")
     if like is None:
         with working(f"verify: computing the step's gradients {on_all}"):
@@ -154,7 +121,20 @@ def _compared(
         parts = reference.replay()
         relative = reference.tolerance(parts) if tolerance is None else tolerance
         comparison = Comparison(reference, parts, relative, new_state, metrics, grads)
-        return _verified(comparison, like is not None, whole_batch, tolerance)
+        report = _verified(comparison, like is not None, whole_batch, tolerance)
+    report.checks[:0], report.notes[:0] = checks, notes
+    return report
+
+
+def _taken_apart(result: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
+    """Returns the new state and the metrics of a step."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            f"the step returned a {type(result).__name__}. verify takes steps that return (new "
+            "state, metrics): wrap yours, lambda state, batch: (new_state, {'loss': loss})."
+        )
+    state, metrics = result
+    return state, dict(metrics) if isinstance(metrics, Mapping) else {"loss": metrics}
 
 
 def _recipe_of(step: Any) -> Recipe:
@@ -173,8 +153,13 @@ def _recipe_of(step: Any) -> Recipe:
     return step.recipe
 
 
-def _plan_of(state: PyTree, recipe: Recipe) -> Plan:
-    """Returns the plan of the state; raises where one process cannot replay a step on it."""
+def _plan_of(state: PyTree, args: Sequence[PyTree], recipe: Recipe) -> Plan:
+    """Returns the plan of the state; raises for wrong arguments, and where one process cannot
+    replay a step on them."""
+    _arguments.check_kinds(state, args[0])
+    _refusals.check_alive(state)
+    for value, what in zip(args, ("batch", "rng"), strict=False):
+        _refusals.check_values(value, what)
     plan = find_plan(state, recipe.plan)
     if jax.process_count() > 1:
         raise ValueError(
@@ -291,10 +276,8 @@ def _metric_checks(comparison: Comparison) -> Iterator[Check]:
         limit = tolerance * largest(parts.losses)
         yield _compare.compare("loss", "loss", comparison.loss, parts.loss, limit)
     if "grad_norm" in metrics:
-        norm = float(grad_norm(parts.grads))
-        yield _compare.compare(
-            "grad_norm", "grad_norm", metrics["grad_norm"], norm, tolerance * norm
-        )
+        norm, name = float(grad_norm(parts.grads)), "grad_norm"
+        yield _compare.compare(name, name, metrics[name], norm, tolerance * norm)
     aux = without_fields(parts.aux, comparison.reference.recipe.mutable)
     if aux is not None and "aux" in metrics:
 
