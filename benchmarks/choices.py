@@ -71,7 +71,7 @@ def chosen(name, count, card):
     """Chooses, then compiles the ways that a person would have tried, and compares."""
     h100 = _gpus.named("H100")
     rates = dataclasses.replace(h100.rates, network=card * 1e9)
-    model, gpus = _presets.preset(name, h100), f"{count}xH100"
+    model, gpus = _presets.on(_presets.preset(name), h100), f"{count}xH100"
     batch = figures.ROWS_PER_GPU * count
     options = WorkOptions(rates=rates)
     shared = model.losses(), model.make_state, model.batch(batch), None, gpus, options

@@ -110,7 +110,7 @@ def stepped(row, plan, model):
 def measured(row):
     """Compiles a model's step and replays it."""
     _, gpu = _gpus.parse_count(row.gpus)
-    model, mesh = _presets.preset(row.model, gpu), zerojax.aot.mesh(row.gpus)
+    model, mesh = _presets.on(_presets.preset(row.model), gpu), zerojax.aot.mesh(row.gpus)
     precision = zerojax.Precision(compute=model.compute)
 
     def make():

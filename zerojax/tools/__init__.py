@@ -36,8 +36,7 @@ _MODULES = {name: module for module, names in _EXPORTS.items() for name in names
 def __getattr__(name: str) -> typing.Any:
     if name not in _MODULES:
         return importlib.import_module("zerojax._deprecations").attribute(__name__, name)
-    module = importlib.import_module(f"zerojax.tools.{_MODULES[name]}")
-    globals()[name] = getattr(module, name)
+    globals()[name] = getattr(importlib.import_module(f"zerojax.tools.{_MODULES[name]}"), name)
     return globals()[name]
 
 

@@ -54,8 +54,7 @@ Outcome: TypeAlias = tuple[Any, object, str, bool]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    runs = {"forecast": forecast, "study": study, "audit": audit}
-    runs |= {"launch": launch, "table": table}
+    runs = {run.__name__: run for run in (forecast, study, audit, launch, table)}
     with fitted():
         return _run(parser(runs).parse_args(argv))
 
@@ -118,8 +117,7 @@ def forecast(arguments: argparse.Namespace) -> Outcome:
 
 
 def study(arguments: argparse.Namespace) -> Outcome:
-    options = _options(arguments, _tools.study)
-    result = _tools.study(_models_of(arguments), **options)
+    result = _tools.study(_models_of(arguments), **_options(arguments, _tools.study))
     failed = any(case.failed for case in result.cases)
     fits = any(case.fits for case in result.cases)
     return result, result.to_dict(), str(result), fits and not failed
@@ -195,9 +193,7 @@ def launch(arguments: argparse.Namespace) -> Outcome:
     program = ["-m"] * arguments.is_module + [arguments.program, *arguments.arguments]
     environments = _launch.environments(os.environ, hosts, count, devices, cpu)
     what = _launch.number_of(devices, "emulated CPU device" if cpu else "GPU")
-    meet = (
-        f"{_launch.number_of(count, 'process')} of {what} {'each meet' if count > 1 else 'meets'}"
-    )
+    meet = f"{_launch.number_of(count, 'process')} of {what} {'each meet' * (count > 1) or 'meets'}"
     print(f"zerojax: {meet} at {hosts.address}:{hosts.port}", file=sys.stderr, flush=True)
     command = [sys.executable, *program]
     sys.exit(_launch.launch(command, environments, arguments.logs, arguments.grace))
@@ -263,7 +259,7 @@ def _model(arguments: argparse.Namespace) -> Ingredients:
     chooses, remats = getattr(arguments, "choose", False), getattr(arguments, "remat", None)
     remats = remats or (_presets.REMATS if chooses else ("full",))
     count, gpu = _known.parse_count(arguments.gpus)
-    preset = _preset(arguments, name, gpu)
+    preset = _presets.on(_preset(arguments, name), gpu)
     return preset.losses(remats), preset.make_state, preset.batch(arguments.rows * count), None
 
 
@@ -280,13 +276,13 @@ def _models_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return models
 
 
-def _preset(arguments: argparse.Namespace, name: str, gpu: Gpu | None = None) -> Gpt:
+def _preset(arguments: argparse.Namespace, name: str) -> Gpt:
     if arguments.compute is not None:
         raise ValueError(
             f"--compute is for module:function, and {name!r} computes in the 16 bits of the GPU. "
             "Leave it out."
         )
-    return _presets.preset(name, gpu, dict(arguments.settings))
+    return _presets.preset(name, dict(arguments.settings))
 
 
 def _of_function(name: str, arguments: Mapping[str, object]) -> Ingredients:

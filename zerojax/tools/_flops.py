@@ -42,6 +42,5 @@ def _flops(eqn: JaxprEqn) -> float:
         return 2.0 * output.size * (kernel.size / features)
     if name.startswith(_compat.ATTENTION):  # as without a kernel: masked entries count, too
         query, key = type_of(eqn.invars[0]), type_of(eqn.invars[1])
-        keys = key.shape[_compat.sequence_dim(eqn)]
-        return 4.0 * query.size * keys
+        return 4.0 * query.size * key.shape[_compat.sequence_dim(eqn)]
     return 0.0

@@ -199,11 +199,8 @@ def device_bytes() -> int:
     if stats:
         return stats["peak_bytes_in_use"]
     kind = device.default_memory().kind
-    arrays = [
-        array
-        for array in jax.live_arrays()
-        if device in array.sharding.device_set and array.sharding.memory_kind in (None, kind)
-    ]
+    here = [array for array in jax.live_arrays() if device in array.sharding.device_set]
+    arrays = [array for array in here if array.sharding.memory_kind in (None, kind)]
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
 
 

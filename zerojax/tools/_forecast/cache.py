@@ -98,6 +98,8 @@ def _key(lowered: jax.stages.Lowered, lines: bool, options: Mapping[str, Any], p
     devices = plan.mesh.devices.flat
     gpu = _known.of_device_kind(devices[0].device_kind)
     config = jax.config.values.items()
+    packages = [(name, importlib.metadata.distributions(name=name)) for name in COMPILERS]
+    versions = {name: each.version for name, those in packages for each in those}
     parts = [
         lowered.as_text(debug_info=lines),
         sorted(options.items()),
@@ -105,17 +107,9 @@ def _key(lowered: jax.stages.Lowered, lines: bool, options: Mapping[str, Any], p
         sorted((k, v) for k, v in config if isinstance(v, bool | int | float | str)),
         [devices[0].device_kind, gpu.target_config() if gpu else ""],
         [(device.id, device.process_index) for device in devices],
-        [jax.__version__, zerojax.__version__, _versions()],
+        [jax.__version__, zerojax.__version__, versions],
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in COMPILERS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
 
 
 def _read(file: pathlib.Path) -> KeptProgram | None:

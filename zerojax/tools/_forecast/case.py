@@ -222,7 +222,7 @@ class Forecast(Printed):
     def plot(self, path: str | None = None) -> Figure:
         """Draws memory and step time of each case with matplotlib; saves the figure to `path`."""
         figure, (memory, times) = _figures.panels(1.6 + 0.38 * len(self.cases), 3, 2)
-        draw_memory(memory, self.cases, self.gpu.usable)
+        _draw_memory(memory, self.cases, self.gpu.usable)
         for note in memory.texts:  # which the line of what is usable may cross
             note.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0})
         _draw_times(times, self.cases)
@@ -300,8 +300,7 @@ def lacking(cases: Sequence[Case]) -> list[str]:
 
 def told_to_hosts(gpu: Gpu, cases: Sequence[Case]) -> list[str]:
     """Says which environment variables hosts need: for a slow network, for memory to pin."""
-    crosses = any(case.network_bytes for case in cases)
-    advice = _network.advice(gpu, os.environ) if crosses else ""
+    advice = _network.advice(gpu, os.environ) if any(case.network_bytes for case in cases) else ""
     pinned = max((case.pinned for case in cases), default=0)
     return [*filter(None, [advice]), *_offload.told_of_pool(pinned)]
 
@@ -309,23 +308,17 @@ def told_to_hosts(gpu: Gpu, cases: Sequence[Case]) -> list[str]:
 # -- the picture of a forecast
 
 
-def draw_memory(
-    axes: PlotAxes,
-    cases: Sequence[Case],
-    usable: int,
-    colours: Mapping[str, str] = COLOURS,
-    ink: str = "black",
-) -> None:
+def _draw_memory(axes: PlotAxes, cases: Sequence[Case], usable: int) -> None:
     """Draws bars stacked up to the peak; bytes of no other kind count as activations."""
     fields = {PARAMS: "parameters", OPT_STATE: "optimizer", GRADS: "gradients"}
     uses = {use: [getattr(case, field) or 0 for case in cases] for use, field in fields.items()}
     named = [sum(nbytes) for nbytes in zip(*uses.values(), strict=True)]
     uses[ACTIVATIONS] = [case.peak - known for case, known in zip(cases, named, strict=True)]
-    parts = {TITLES[use]: (colours[use], nbytes) for use, nbytes in uses.items()}
+    parts = {TITLES[use]: (COLOURS[use], nbytes) for use, nbytes in uses.items()}
     notes = [f"{case.peak / GIB:.1f}{'' if case.fits else ', does not fit'}" for case in cases]
     _draw_bars(axes, parts, GIB, notes)
     if is_near := 2 * max(case.peak for case in cases) > usable:
-        axes.axvline(usable / GIB, color=ink, linestyle="--", linewidth=1)
+        axes.axvline(usable / GIB, color="black", linestyle="--", linewidth=1)
     share = f"{'; line:' if is_near else ', of'} {usable / GIB:.0f} usable"
     axes.set_xlabel(f"GiB per GPU at the peak{share}")
 
@@ -342,10 +335,7 @@ def _draw_times(axes: PlotAxes, cases: Sequence[Case]) -> None:
 
 
 def _draw_bars(
-    axes: PlotAxes,
-    parts: Mapping[str, tuple[str, Sequence[float]]],
-    unit: float,
-    notes: Sequence[str],
+    axes: PlotAxes, parts: Mapping[str, tuple], unit: float, notes: Sequence[str]
 ) -> None:
     """Draws a bar for each case, of parts with a colour one after the other, and a note beside."""
     ends = [0.0] * len(notes)

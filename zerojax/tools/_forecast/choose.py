@@ -21,18 +21,10 @@ from zerojax._progress import working
 from zerojax._state.state import NNX_FIELDS, OPT_STATE, PARAMS
 from zerojax._step.step import Step
 from zerojax._step.step_options import LAYERS, MICROBATCHES
-from zerojax._table import Printed, Table, human_bytes, human_time
+from zerojax._table import Printed, Table, grouped, human_bytes, human_time
 from zerojax._types import PyTree
 from zerojax.tools._forecast.case import Case, lacking, matmuls_of, told_to_hosts
-from zerojax.tools._forecast.forecast import (
-    LEVELS,
-    STAGES,
-    Loss,
-    NnxStep,
-    Workload,
-    WorkOptions,
-    gpu_of,
-)
+from zerojax.tools._forecast.forecast import LEVELS, STAGES, Loss, NnxStep, Workload, WorkOptions
 from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
 
@@ -131,10 +123,8 @@ def ways(
     layouts += [{"offload": (OPT_STATE,)}, {"offload": (OPT_STATE, PARAMS)}]
     if several_hosts:
         layouts += [{"groups": HSDP}, {"groups": AMSP}, {"regather": GPU_AXIS}]
-        layouts += [
-            {"gather": gather, "reduce": reduce, "regather": regather}
-            for (gather, reduce), regather in itertools.product(LOSSY * lossy, (True, GPU_AXIS))
-        ]
+        codes = itertools.product(LOSSY * lossy, (True, GPU_AXIS))
+        layouts += [{"gather": g, "reduce": r, "regather": axis} for (g, r), axis in codes]
     for variant, count, layout in itertools.product(variants, accumulate, layouts):
         yield (way := WayToTrain(variant, accumulate=count, **layout))
         if count > 1 and way.stage == 3:
@@ -213,7 +203,7 @@ class Choice(Printed):
 
     @property
     def gpu(self) -> Gpu:
-        return gpu_of(self.gpus, self.options.rates)
+        return self.options.gpu_of(self.gpus)
 
     @property
     def compiled(self) -> list[Tried]:
@@ -376,8 +366,7 @@ def choose(
             f"train_step(loss_fn, {', '.join(named)}).{rows} Leave these options out: choose finds "
             "accumulate=, order= and regather= itself. Add others to the step that it prints."
         )
-    tried = Search(work).run(lossy)
-    return Choice(gpus, work.options, tried, is_nnx=work.is_nnx)
+    return Choice(gpus, work.options, Search(work).run(lossy), is_nnx=work.is_nnx)
 
 
 def _seconds(case: Case) -> float:
@@ -402,14 +391,13 @@ class Search:
         if levels:  # a loss that names one axis raises on a mesh of two, before anything compiles
             plan, work = self.plan_of(WayToTrain(groups=HSDP)), self.work
             arguments = [aot.batch(one, plan) for one in (work.batch, work.rng) if one is not None]
-            step = work.step(losses[0], plan).without_options
-            step.trace(plan.abstract(), *arguments)
+            work.step(losses[0], plan).without_options.trace(plan.abstract(), *arguments)
         rows = next(x.shape[0] for x in jax.tree.leaves(self.work.batch) if x.shape)
         powers = (2**k for k in range(MOST_MICROBATCHES.bit_length()))
         counts = [count for count in powers if count == 1 or rows % (count * self.devices) == 0]
         every = ways(losses, counts, levels, lossy)
-        if self.devices == 1:  # where all stages are the same
-            every = (way for way in every if way.stage == 3)
+        # On one device all stages are the same.
+        every = (way for way in every if way.stage == 3 or self.devices > 1)
         for variant in losses:
             self.case(WayToTrain(variant))
         ranked = sorted(map(self.estimated, every), key=lambda one: one.rank)
@@ -424,10 +412,8 @@ class Search:
         more = {one.way: dataclasses.replace(one.way, offload=one.way.offload[:-1]) for one in fit}
         in_vain = {way for way, less in more.items() if way.offload and less in more}
         for exact, most in ((True, EXACT_FAMILIES), (False, LOSSY_FAMILIES)):
-            families: dict[WayToTrain, list[Tried]] = {}
-            for one in fit:
-                if one.way.is_exact == exact and one.way not in in_vain:
-                    families.setdefault(one.family, []).append(one)
+            kind = [x for x in fit if x.way.is_exact == exact and x.way not in in_vain]
+            families = grouped(kind, attrgetter("family"))
             for family in itertools.islice(families.values(), most):
                 fits = (case for case in self.compiled.values() if case.fits)
                 fastest = min(map(_seconds, fits), default=math.inf)
@@ -461,8 +447,7 @@ class Search:
         totals, gathered = first.report.totals, first.report.memory.gathered
         weights, grads = totals.get("all-gather", 0) / 2, totals.get("reduce-scatter", 0)
         plan, at_stage_3 = self.plan_of(way), self.plan_of(WayToTrain())
-        parameters = sum(leaf.nbytes for leaf in plan.params)
-        inside, between = sent(way, weights, grads, parameters)
+        inside, between = sent(way, weights, grads, sum(leaf.nbytes for leaf in plan.params))
         # A ring through all hosts leaves each of them by all of its network cards.
         between *= 1 / self.local if self.devices > self.local else 0
         wires = max(inside / self.rates.between(self.local), between / self.rates.network)

@@ -76,6 +76,11 @@ class WorkOptions(StateOptions, TrainOptions):
         quantizes = isinstance(getattr(self.precision, "reduce", None), QuantizedWire)
         return quantizes or self.groups is not None or not isinstance(self.regather, bool)
 
+    def gpu_of(self, gpus: str) -> Gpu:
+        """Returns the GPU of "64xH100", with the rates that a user passes."""
+        _, gpu = _known.parse_count(gpus)
+        return gpu if self.rates is None else dataclasses.replace(gpu, given_rates=self.rates)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForecastOptions(WorkOptions):
@@ -133,9 +138,8 @@ def forecast(
         [96, 12]
     """
     work = Workload.of(loss_fn, make_state, batch, options.rng, options.gpus, options)
-    stages = options.stages
-    if stages is None:
-        stages = STAGES if options.groups is None else 3
+    usual = STAGES if options.groups is None else 3
+    stages = usual if options.stages is None else options.stages
     tried = stages, work.options.accumulate, work.options.order
     stages, accumulate, orders = map(each_once, tried)
     ways = itertools.product(work.losses, stages, accumulate, orders)
@@ -164,26 +168,8 @@ def changed_options(options: Any, usual: Options) -> dict[str, Any]:
     return {k: value for k in names if (value := getattr(options, k)) != getattr(usual, k)}
 
 
-def gpu_of(gpus: str, rates: Rates | None) -> Gpu:
-    _, gpu = _known.parse_count(gpus)
-    return gpu if rates is None else dataclasses.replace(gpu, given_rates=rates)
-
-
 def is_of_nnx(loss_fn: object) -> bool:
     return hasattr(loss_fn, "_unmade")  # flax.nnx is not imported for those who have none
-
-
-def _by_name(loss_fn: Any) -> dict[str, Any]:
-    """Returns several losses, or one or a step without a name."""
-    if not isinstance(loss_fn, Mapping):
-        return {"": loss_fn}
-    # Each step has a state and options of its own, which losses do not.
-    if named := [name for name, one in loss_fn.items() if is_of_nnx(one) or isinstance(one, Step)]:
-        raise TypeError(
-            f"a dict has several losses, and {named[0]!r} is a step. Pass a step by itself, and "
-            "make one call for each."
-        )
-    return dict(loss_fn)
 
 
 def _in_steps_of_nnx(losses: dict[str, Any], make_state: Any) -> dict[str, NnxStep]:
@@ -221,7 +207,14 @@ def _taken_apart(
     A step stands for its loss, with the options that are not the defaults. One of nnx comes with a
     function that makes a model and its optimizer, and so may a loss.
     """
-    losses = _by_name(loss_fn)
+    losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
+    # Each step has a state and options of its own, which losses do not.
+    named = [name for name, one in losses.items() if is_of_nnx(one) or isinstance(one, Step)]
+    if named and isinstance(loss_fn, Mapping):
+        raise TypeError(
+            f"a dict has several losses, and {named[0]!r} is a step. Pass a step by itself, and "
+            "make one call for each."
+        )
     if steps := _in_steps_of_nnx(losses, make_state):
         taken = {name: step._unmade(make_state, rng) for name, step in steps.items()}
         losses = {name: step for name, (step, _, _) in taken.items()}
@@ -257,7 +250,7 @@ class Workload:
     ) -> "Workload":
         """Makes a workload of a loss, of several, or of a step. Options that are not the defaults
         replace those of the step, except for the fields that its loss updates."""
-        gpu_of(gpus, options.rates)
+        options.gpu_of(gpus)  # raises for a wrong one
         losses, make_state, rng, own = _taken_apart(loss_fn, make_state, rng)
         _refusals.check_state_function(
             make_state,
@@ -280,7 +273,7 @@ class Workload:
 
     @property
     def gpu(self) -> Gpu:
-        return gpu_of(self.gpus, self.options.rates)
+        return self.options.gpu_of(self.gpus)
 
     @property
     def is_nnx(self) -> bool:

@@ -48,8 +48,7 @@ def step_flops(step: Step, state: PyTree, batch: PyTree, rng: PyTree = None) -> 
         )
     recipe = step.recipe
     plan = find_plan(state, recipe.plan)
-    precision = recipe.options.precision
-    return needed_flops(recipe.loss_fn, plan, batch, rng, recipe.mutable, precision)
+    return needed_flops(recipe.loss_fn, plan, batch, rng, recipe.mutable, recipe.options.precision)
 
 
 @checked
@@ -89,8 +88,7 @@ def needed_flops(
                 seen = map(plan.seen_by_loss, plan.params)
                 params = [typed(v, leaf.sharding) for v, leaf in zip(params, seen, strict=True)]
             params = weights_of(treedef.unflatten(params))
-            inputs = cast_floats([params, *args], compute)
-            return with_fields(loss_fn, logical, mutable)(*inputs)
+            return with_fields(loss_fn, logical, mutable)(*cast_floats([params, *args], compute))
 
         traced = jax.make_jaxpr(forward, axis_env=sizes)(*shapes)
         return 3 * _flops.jaxpr_flops(traced.jaxpr)

@@ -44,11 +44,8 @@ class Gpt:
         return {"embed": (self.vocab, d), "pos": (self.tokens, d), "norm": (d,), "blocks": blocks}
 
     def shapes(self) -> PyTree:
-        return jax.tree.map(
-            lambda dims: jax.ShapeDtypeStruct(dims, jnp.float32),
-            self.dims(),
-            is_leaf=lambda node: isinstance(node, tuple),
-        )
+        dims, treedef = jax.tree.flatten(self.dims(), is_leaf=lambda node: isinstance(node, tuple))
+        return treedef.unflatten(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in dims)
 
     @property
     def n_params(self) -> int:
@@ -70,8 +67,7 @@ class Gpt:
         params = jax.tree.map(lambda leaf: leaf.astype(self.compute), params)
         x, _ = jax.lax.scan(self._rematted(remat), self.embedded(params, tokens), params["blocks"])
         logits = self.logits(params, x)[:, :-1].astype(jnp.float32)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return losses.mean()
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     def _rematted(self, remat: str) -> Callable[..., PyTree]:
         """Returns a layer that keeps for backward only as much as `remat` says."""
@@ -147,8 +143,7 @@ class Llama(Gpt):
         )
         attended = self.attended(_rotated(q), _rotated(k), v).reshape(x.shape)
         x = x + checkpoint_name(attended @ p["proj"], "proj")
-        fed = self.fed_forward(_rms_norm(x, p["norm2"]), p)
-        return x + checkpoint_name(fed, "down"), None
+        return x + checkpoint_name(self.fed_forward(_rms_norm(x, p["norm2"]), p), "down"), None
 
     def fed_forward(self, h: jax.Array, p: PyTree) -> jax.Array:
         gate, up = (checkpoint_name(h @ p[name], name) for name in ("gate", "up"))
@@ -183,10 +178,8 @@ class Mixtral(Llama):
         slots, places = jax.vmap(lambda chosen: _dispatched(chosen, self.experts, room))(experts)
         read = jax.vmap(lambda rows, at: rows.at[at].get(mode="fill", fill_value=0))
         x = read(h, slots).reshape(-1, self.experts, room, dim)
-        gate, up = (
-            checkpoint_name(jnp.einsum("retd,edf->retf", x, p[name]), name)
-            for name in ("gate", "up")
-        )
+        each = functools.partial(jnp.einsum, "retd,edf->retf", x)
+        gate, up = (checkpoint_name(each(p[name]), name) for name in ("gate", "up"))
         out = jnp.einsum("retf,efd->retd", jax.nn.silu(gate) * up, p["down"])
         outputs = read(out.reshape(-1, self.experts * room, dim), places)
         return (outputs * shares[..., None]).sum(2)
@@ -227,8 +220,8 @@ PRESETS = {
 }
 
 
-def preset(name: str, gpu: Gpu | None = None, fields: Mapping[str, Any] | None = None) -> Gpt:
-    """Returns a model by its size, with these fields, computing in the 16 bits that a GPU has."""
+def preset(name: str, fields: Mapping[str, Any] | None = None) -> Gpt:
+    """Returns a model by its size, with these fields."""
     if name.lower() not in PRESETS:
         raise ValueError(
             f"no preset {name!r}. Name one of {', '.join(PRESETS)}, or module:function."
@@ -240,8 +233,7 @@ def preset(name: str, gpu: Gpu | None = None, fields: Mapping[str, Any] | None =
             f"--set {field}: there is no {field!r} in {type(model).__name__}. Its fields: "
             f"{', '.join(names)}."
         )
-    model = dataclasses.replace(model, **fields or {})
-    return model if gpu is None else on(model, gpu)
+    return dataclasses.replace(model, **fields or {})
 
 
 def on(model: Gpt, gpu: Gpu) -> Gpt:

@@ -17,19 +17,11 @@ from zerojax._declared import option, takes
 from zerojax._figures import Figure, PlotAxes
 from zerojax._progress import progress
 from zerojax._run import programs as _programs
-from zerojax._table import Printed, Table, human_bytes
+from zerojax._table import Printed, Table, grouped, human_bytes
 from zerojax._types import PyTree
 from zerojax.tools._forecast import cache as _cache, presets as _presets
 from zerojax.tools._forecast.case import CASE_COLUMNS, Case, lacking
-from zerojax.tools._forecast.forecast import (
-    STAGES,
-    Loss,
-    NnxStep,
-    Workload,
-    WorkOptions,
-    each_once,
-    gpu_of,
-)
+from zerojax.tools._forecast.forecast import STAGES, Loss, NnxStep, Workload, WorkOptions, each_once
 from zerojax.tools._forecast.presets import Gpt
 
 LARGEST = "largest"  # as many rows as fit
@@ -70,9 +62,7 @@ STUDY_COLUMNS: dict[str, tuple] = {
     "MFU": _if_it_fits("MFU"),
     "tokens/s": _if_it_fits("tokens/s"),
     "exposed": (
-        lambda case: (
-            (case.exposed_seconds + case.waited_seconds) / case.step_seconds if case.fits else None
-        ),
+        lambda case: case.stalled_seconds / case.step_seconds if case.fits else None,
         "{:.0%}".format,
         "The part of the step in which a GPU waits, for communication or for the host's memory.",
     ),
@@ -90,10 +80,9 @@ class Study(Printed):
     def super_linear(self) -> list[tuple[Case, Case]]:
         """The models and stages where each GPU does more among more GPUs, with the largest rows:
         their cases on the fewest GPUs and on the most."""
-        lines: dict[tuple, list[Case]] = {}
-        for case in sorted(self.cases, key=lambda case: case.count):
-            if case.asked == LARGEST and case.fits:
-                lines.setdefault((case.model, case.kind.name, case.stage), []).append(case)
+        fit = [case for case in self.cases if case.asked == LARGEST and case.fits]
+        fit.sort(key=attrgetter("count"))
+        lines = grouped(fit, attrgetter("model", "kind.name", "stage"))
         ends = [(line[0], line[-1]) for _, line in sorted(lines.items())]
         return [(first, last) for first, last in ends if last.tflops > GROWS * first.tflops]
 
@@ -108,9 +97,7 @@ class Study(Printed):
     def plot(self, path: str | None = None) -> Figure:
         """Draws with matplotlib, for each model, how throughput changes with the number of GPUs;
         saves the figure to `path`. It is narrow, to be read on a phone."""
-        groups: dict[tuple[str, str], list[Case]] = {}
-        for case in self.cases:
-            groups.setdefault((case.model, case.kind.name), []).append(case)
+        groups = grouped(self.cases, attrgetter("model", "kind.name"))
         asked = list(dict.fromkeys(case.asked for case in self.cases))
         shown = [EACH, MOST_ROWS] if LARGEST in asked else [EACH]
         figure, axes = _figures.column(len(groups) * len(shown), HEIGHT)
@@ -160,20 +147,17 @@ class Study(Printed):
                     f"{model} fits nowhere. The least is {least}: use more GPUs, a higher stage, "
                     "fewer rows, or the host's memory (offload=)."
                 )
-        yield from (_growth(*ends) for ends in self.super_linear)
+        for first, last in self.super_linear:
+            few, many, kind = first.count, last.count, first.kind
+            yield (
+                f"Super-linear: {first.model} at stage {first.stage}. From {few} to {many} "
+                f"{kind.name}s, each GPU does {_number(first.tflops)} and then "
+                f"{_number(last.tflops)} TFLOP/s, with {first.rows} and then {last.rows} rows."
+            )
 
 
 def _named(model: str, gpus: str, stage: int, rows: int | str) -> str:
     return f"{model} on {gpus}, stage {stage}, {rows} rows"
-
-
-def _growth(first: Case, last: Case) -> str:
-    few, many, kind = first.count, last.count, first.kind
-    return (
-        f"Super-linear: {first.model} at stage {first.stage}. From {few} to {many} {kind.name}s, "
-        f"each GPU does {_number(first.tflops)} and then {_number(last.tflops)} TFLOP/s, with "
-        f"{first.rows} and then {last.rows} rows."
-    )
 
 
 def _rows(rows: Any) -> Any:
@@ -247,7 +231,7 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
     sizes, stages, rows = map(each_once, (options.gpus, options.stages, options.rows))
     if not (sizes and stages and rows):
         raise ValueError(f"nothing to try: gpus={sizes}, stages={stages}, rows={rows}.")
-    kinds = {gpu_of(size, options.rates).name for size in sizes}
+    kinds = {options.gpu_of(size).name for size in sizes}
     if options.rates is not None and len(kinds) > 1:
         raise ValueError(
             f"these are the rates of one GPU, and gpus= names {', '.join(sorted(kinds))}. Make a "
@@ -277,8 +261,7 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
             case = largest(of_rows, one.options.accumulate) if rows == LARGEST else of_rows(rows)
         except Exception as error:  # the others go on
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            failed = kind + " ".join(str(error).split())[:400]
-            return Case(gpus, stage, failed=failed, **asked)
+            return Case(gpus, stage, failed=kind + " ".join(str(error).split())[:400], **asked)
         return dataclasses.replace(case, **asked)
 
     cells = list(itertools.product(models, sizes, stages, rows))
@@ -307,7 +290,7 @@ def _work(
     """Returns a model with so many rows on each GPU, in whose 16 bits a preset computes."""
     model: Any = models[name]
     if isinstance(model, Gpt):
-        preset = _presets.on(model, gpu_of(gpus, None))
+        preset = _presets.on(model, options.gpu_of(gpus))
         model = preset.losses([options.remat])[options.remat], preset.make_state, preset.batch
     loss, make_state, make_batch = model
     examples = rows * Case(gpus, 0).count
@@ -345,10 +328,8 @@ def _filling(tried: dict[int, Case]) -> float:
     """Returns the step that would fill the GPU, by a line through the state without rows and what
     was tried: the part of it that crosses the limit, or else the last one."""
     case = next(iter(tried.values()))
-    points = [
-        (0, case.parameters + case.optimizer),
-        *((k, v.peak) for k, v in sorted(tried.items())),
-    ]
+    peaks = {step: tried[step].peak for step in sorted(tried)}
+    points = [*({0: case.parameters + case.optimizer} | peaks).items()]
     beyond = (at for at, (_, peak) in enumerate(points) if at and peak > case.usable)
     end = next(beyond, len(points) - 1)
     (few, less), (many, more) = points[end - 1], points[end]
@@ -368,10 +349,9 @@ def _draw_panel(
     axes: PlotAxes, cases: Sequence[Case], what: str, asked: Sequence[int | str]
 ) -> None:
     """Draws a line for each stage and rows, and marks at the bottom where a step does not fit."""
-    lines: dict[tuple[int, int | str], list[Case]] = {}
-    for case in sorted(cases, key=lambda case: case.count):
-        if what == EACH or case.asked == LARGEST:
-            lines.setdefault((case.stage, case.asked), []).append(case)
+    shown = [case for case in cases if what == EACH or case.asked == LARGEST]
+    shown.sort(key=attrgetter("count"))
+    lines = grouped(shown, attrgetter("stage", "asked"))
     for (stage, rows), line in lines.items():
         colour, fitting = STAGE_COLOURS[stage], [case for case in line if case.fits]
         style = {"color": colour, "marker": MARKERS[asked.index(rows) % len(MARKERS)]}
