@@ -67,13 +67,15 @@ class Options:
 # words of Python or of another library, the first argument of another type than its signature has
 # is named. Errors that zerojax itself raises say more, and stay. Calls that succeed pay nothing.
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Names the argument of another type, where a public function fails: see the note."""
+    """Names the argument of another type, where a public function fails: see the note. Takes old
+    names of arguments, too."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **named: P.kwargs) -> R:
-        with _named_types(signature, args, named):
-            return function(*args, **named)
+        now = arguments(function.__name__, named)
+        with _named_types(signature, args, now):
+            return function(*args, **now)  # type: ignore
 
     return call
 
@@ -179,8 +181,7 @@ def takes(options: Callable[P, S]) -> _Takes[P, S]:
     def decorate(function: Callable[..., R]) -> Any:
         make: Any = options
         *own, last = inspect.signature(function).parameters.values()
-        fields = inspect.signature(options).parameters.values()
-        signature = inspect.Signature([*own, *fields])
+        signature = inspect.Signature([*own, *inspect.signature(options).parameters.values()])
         for name in inspect.signature(options).parameters:
             _TAKEN_BY[name][function.__name__] = None  # once: nnx has some of the same names
 
@@ -218,9 +219,6 @@ def _with_help(text: str, options: Any) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    helps = [
-        wrapper.fill(f"{field.name}: {field.metadata['text']}")
-        for field in dataclasses.fields(options)
-        if field.metadata
-    ]
+    fields = [field for field in dataclasses.fields(options) if field.metadata]
+    helps = [wrapper.fill(f"{field.name}: {field.metadata['text']}") for field in fields]
     return text[: place.start()] + "\n".join(helps) + text[place.end() :]

@@ -7,15 +7,11 @@ that warns first. From `gone` on, a release may drop the line. `docs/versions.md
 
 import dataclasses
 import datetime
-import functools
 import importlib
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from zerojax._warn import warn
 
-P = ParamSpec("P")
-R = TypeVar("R")
 WARNED_FOR = datetime.timedelta(days=92)  # no three months in a row have more
 
 
@@ -68,16 +64,6 @@ def arguments(function: str, named: dict[str, Any]) -> dict[str, Any]:
             raise TypeError(f"{function} got both {now}= and {name}=, its old name. Pass {now}=.")
         found[now] = value
     return found
-
-
-def renames(function: Callable[P, R]) -> Callable[P, R]:
-    """Lets a function that takes no declared options (`_declared.takes`) take old arguments."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **named: P.kwargs) -> R:
-        return function(*args, **arguments(function.__name__, named))  # type: ignore
-
-    return call
 
 
 def _warn_of(what: str, old: Old, now: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 import zerojax
 from tests.conftest import is_here
 from tests.linear import made
-from zerojax import _deprecations
+from zerojax import _declared, _deprecations
 from zerojax._deprecations import Old
 
 SINCE = datetime.date(2027, 11, 30)
@@ -66,7 +66,7 @@ def test_an_argument_that_goes_works_and_says_what_to_use():
 
 
 def test_a_function_without_declared_options_takes_old_arguments_too():
-    @_deprecations.renames
+    @_declared.checked
     def double(x, y=0):
         return 2 * x + y
 
