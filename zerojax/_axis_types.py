@@ -80,8 +80,7 @@ def carried_mesh(tree: PyTree) -> Mesh | None:
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
     """Returns a mesh of the same devices whose axes are Auto, on which zerojax computes."""
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 @contextlib.contextmanager

@@ -57,12 +57,9 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 def closed_jaxprs(eqn: JaxprEqn) -> list[tuple[Jaxpr, Sequence[ArrayLike]]]:
     """Returns what `inner_jaxprs` does, each with its constants."""
-    values = [
-        one
-        for value in eqn.params.values()
-        for one in (value if isinstance(value, tuple | list) else (value,))
-    ]
-    return [(jaxpr, consts) for jaxpr, consts in map(opened, values) if hasattr(jaxpr, "eqns")]
+    values = [v if isinstance(v, tuple | list) else (v,) for v in eqn.params.values()]
+    pairs = map(opened, itertools.chain(*values))
+    return [(jaxpr, consts) for jaxpr, consts in pairs if hasattr(jaxpr, "eqns")]
 
 
 def opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[ArrayLike]]:
@@ -136,9 +133,8 @@ def in_common_scope(eqns: Sequence[JaxprEqn]) -> JaxprEqn:
         return eqns[0]
     levels = zip(*stacks, strict=True)
     scopes = [a if a == b else a._replace(name=f"{a.name}..{b.name}") for a, b in levels]
-    return eqns[0].replace(
-        source_info=info.replace(name_stack=type(info.name_stack)(tuple(scopes)))
-    )
+    stack = type(info.name_stack)(tuple(scopes))
+    return eqns[0].replace(source_info=info.replace(name_stack=stack))
 
 
 def scope_of(eqn: JaxprEqn) -> str:
@@ -196,8 +192,7 @@ def derivatives(eqn: JaxprEqn) -> list[tuple[Jaxpr, Sequence[ArrayLike]]]:
     avals = [next(new).aval if at is None else eqn.invars[at].aval for at in places]
     avals += [v.aval.to_tangent_aval() for v in jaxpr.outvars[kept:]]
     inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    closed = jax.make_jaxpr(params["bwd"].call_wrapped)(*inputs)
-    return [(jaxpr, consts), opened(closed)]
+    return [(jaxpr, consts), opened(jax.make_jaxpr(params["bwd"].call_wrapped)(*inputs))]
 
 
 def run_jaxpr(jaxpr: Jaxpr, args: Sequence[ArrayLike]) -> list[Array]:
@@ -212,8 +207,7 @@ def bind(eqn: JaxprEqn, values: Sequence[ArrayLike]) -> list[Array]:
     """
     pairs = zip(eqn.invars, values, strict=True)
     inputs = {v: x for v, x in pairs if not isinstance(v, Literal)}
-    jaxpr = make_jaxpr([eqn], list(inputs), eqn.outvars)
-    return run_jaxpr(jaxpr, list(inputs.values()))
+    return run_jaxpr(make_jaxpr([eqn], list(inputs), eqn.outvars), list(inputs.values()))
 
 
 class Thunk:

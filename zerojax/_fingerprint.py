@@ -38,9 +38,7 @@ def of_value(value: PyTree) -> str:
         if not value.is_fully_replicated:
             return f"{of_shapes(value)} {show(value.sharding)}"
         value = value.addressable_data(0)
-    if is_key(value):
-        value = jax.random.key_data(value)
-    array = np.ascontiguousarray(value)
+    array = np.ascontiguousarray(jax.random.key_data(value) if is_key(value) else value)
     if array.size == 1:
         return str(array.reshape(-1)[0])
     return f"{of_shapes(array)} of checksum {zlib.crc32(array.view(np.uint8).reshape(-1)):08x}"

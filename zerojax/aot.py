@@ -235,5 +235,4 @@ def _find_tool(relative: str) -> pathlib.Path | None:
     """Looks for a tool in NVIDIA's wheels."""
     spec = importlib.util.find_spec("nvidia")
     roots = (spec and spec.submodule_search_locations) or []
-    paths = (path for root in roots for path in pathlib.Path(root).glob(f"*/{relative}"))
-    return next(paths, None)
+    return next((path for root in roots for path in pathlib.Path(root).glob(f"*/{relative}")), None)

@@ -9,9 +9,4 @@ from zerojax._plan.kept import master_weights, narrow_moments
 from zerojax._plan.quantize import dequantized
 from zerojax._state.module_state import ModuleState
 
-__all__ = [
-    "ModuleState",
-    "dequantized",
-    "master_weights",
-    "narrow_moments",
-]
+__all__ = ["ModuleState", "dequantized", "master_weights", "narrow_moments"]

@@ -229,8 +229,8 @@ class ModelStep:
             leaves = [back.get(at, leaf) for at, leaf in enumerate(leaves)]
             placed = treedef.unflatten(leaves)
             update(model, optimizer, placed)
-            if plan.pads_params:  # new variables may show logical values only now
-                placed = self.structure.state(model, optimizer)
+            # New variables may show logical values only now.
+            placed = self.structure.state(model, optimizer) if plan.pads_params else placed
         # A step returns replicated counts; from counts elsewhere, it would compile a second time.
         everywhere = NamedSharding(plan.mesh, PartitionSpec())
         for variable in _nnx_state.stream_variables(rng, nnx.RngState):
@@ -350,7 +350,13 @@ def _call(
     """Returns the loss of a model made of `params` and `variables`, and the new variables."""
     keys = keys or {}
     model = nnx.merge(variables["graphdef"], params, variables["values"])
-    _embed_as_stored(model)
+    # A `nnx.Embed` takes the dtype that its table has when it is made. If the table is cast later,
+    # it would widen the rows again, and with them everything computed from them. Its constructor
+    # takes a np.dtype from the array; users write jnp.float32, which stays.
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.Embed) and isinstance(module.dtype, np.dtype):
+            is_default = module.dtype == jnp.dtype(module.param_dtype)
+            module.dtype = module.embedding.dtype if is_default else module.dtype
     if "streams" in keys:
         _nnx_state.set_apart(model, keys["streams"])
     rng = _nnx_state.with_objects(keys.get("loss"))
@@ -363,20 +369,6 @@ def _call(
     if updates:
         outputs["variables"] = variables | {"values": _left(model, params, variables["values"])}
     return loss, outputs
-
-
-def _embed_as_stored(model: nnx.Module) -> None:
-    """Has each `nnx.Embed` without a dtype return rows in the dtype of its table.
-
-    Its constructor takes the dtype that the table has then. If the table is cast later, it would
-    widen the rows again, and with them everything computed from them.
-    """
-    for _, module in nnx.iter_modules(model):
-        if not isinstance(module, nnx.Embed):
-            continue
-        # The constructor takes a np.dtype from the array. Users write jnp.float32, which stays.
-        if isinstance(module.dtype, np.dtype) and module.dtype == jnp.dtype(module.param_dtype):
-            module.dtype = module.embedding.dtype
 
 
 def _left(model: nnx.Module, params: PyTree, before: PyTree) -> PyTree:

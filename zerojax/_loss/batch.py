@@ -155,11 +155,7 @@ def pad_options(options: Any, plan: Plan) -> str:
 
 
 def check(
-    args: Sequence[PyTree],
-    roles: Sequence[Role],
-    size: int,
-    accumulate: int = 1,
-    padding: str = "",
+    args: Sequence[PyTree], roles: Sequence[Role], size: int, accumulate: int = 1, padding: str = ""
 ) -> int:
     """Returns the number of examples; raises where devices and microbatches do not divide it.
 
@@ -222,16 +218,12 @@ def part_shape(value: Argument, role: Role, ways: int) -> jax.ShapeDtypeStruct:
 
 
 def per_example(
-    aux: PyTree,
-    rows: int,
-    ways: int,
-    aux_of_batch: Callable[[], PyTree],
-    mutable: Sequence[str] = (),
+    aux: PyTree, rows: int, ways: int, of_batch: Callable[[], PyTree], mutable: Sequence[str] = ()
 ) -> PyTree:
     """Returns, in the structure of `aux`, which of its leaves have a row for each example.
 
     A leaf is a suspect where its first dimension is as long as a part of the batch, which has
-    `rows` examples. `aux_of_batch` then traces the loss again on the whole batch, and a suspect
+    `rows` examples. `of_batch` then traces the loss again on the whole batch, and a suspect
     that grows with it has rows. Fields in `mutable` have none.
     """
 
@@ -242,7 +234,7 @@ def per_example(
     suspects = jax.tree_util.tree_map_with_path(suspect, aux)
     if ways == 1 or not any(jax.tree.leaves(suspects)):
         return suspects
-    return jax.tree.map(lambda s, leaf: s and leaf.shape[0] == rows, suspects, aux_of_batch())
+    return jax.tree.map(lambda s, leaf: s and leaf.shape[0] == rows, suspects, of_batch())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,10 +251,7 @@ class Microbatches:
         device folded into keys."""
         device = lax.axis_index(axes)
         pairs = zip(cast_floats(list(args), compute), self.roles, strict=True)
-        return [
-            jax.random.fold_in(value, device) if role.kind == KEY else value
-            for value, role in pairs
-        ]
+        return [jax.random.fold_in(x, device) if role.kind == KEY else x for x, role in pairs]
 
     def stacked(self, args: Sequence[Array]) -> list[Array]:
         """Returns the arguments of all microbatches, stacked where they differ.

@@ -51,9 +51,8 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
         >>> print(zerojax.mean(jnp.array([1.0, 2.0, 9.0]), where=jnp.array([True, True, False])))
         1.5
     """
-    values, mask = _as_array("values", values), jnp.ones((), bool)
-    if where is not None:
-        mask = _as_array("where", where)
+    values = _as_array("values", values)
+    mask = jnp.ones((), bool) if where is None else _as_array("where", where)
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         values = values.astype(wide(values.dtype))
     if jnp.issubdtype(mask.dtype, jnp.inexact):
@@ -71,8 +70,7 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
             total, count = zerojax_sum(total, axes).reshape(()), zerojax_count(count, axes)
         # Under accumulation the count is a mean over microbatches, and may be below 1.
         any_true = count > 0
-        mean = jnp.where(any_true, total / jnp.where(any_true, count, 1), 0)
-        return mean.astype(values.dtype)
+        return jnp.where(any_true, total / jnp.where(any_true, count, 1), 0).astype(values.dtype)
 
     return jax.jit(zerojax_mean)(values, jnp.broadcast_to(mask.astype(bool), values.shape))
 
@@ -151,8 +149,7 @@ def hoist_counts(jaxpr: Jaxpr, params: int) -> tuple[Jaxpr, Jaxpr | None, list[A
             "cannot be known before the microbatches run. Compute the mask from the batch, or "
             "use accumulate=1."
         )
-    counter = _compat.make_jaxpr(needed, inputs, wanted)
-    return loss, counter, list(inliner.constants.values())
+    return loss, _compat.make_jaxpr(needed, inputs, wanted), list(inliner.constants.values())
 
 
 def _has_counts(jaxpr: Jaxpr) -> bool:
@@ -223,7 +220,5 @@ def takes_gradients(loss: Jaxpr) -> bool:
 
 def _is_transposed(eqn: JaxprEqn) -> bool:
     """Whether an equation is the transpose of `zerojax_sum`, whose result lacks a dimension."""
-    return _calls(eqn, SUM) and any(
-        type_of(new).ndim < type_of(old).ndim
-        for old, new in zip(eqn.invars, eqn.outvars, strict=False)
-    )
+    pairs = zip(eqn.invars, eqn.outvars, strict=False)
+    return _calls(eqn, SUM) and any(type_of(new).ndim < type_of(old).ndim for old, new in pairs)

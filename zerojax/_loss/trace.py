@@ -144,11 +144,9 @@ def as_one_device(code: Callable[[], T], mesh: Mesh, axes: tuple[str, ...]) -> T
         results.append(code())
         return jnp.zeros(())
 
-    specs = {"in_specs": (), "out_specs": PartitionSpec()}
+    specs: PyTree = {"in_specs": (), "out_specs": PartitionSpec(), "axis_names": {*axes}}
     with _axis_types.seen_as(mesh.abstract_mesh):
-        jax.eval_shape(
-            jax.shard_map(per_device, mesh=mesh, **specs, axis_names={*axes}, check_vma=False)
-        )
+        jax.eval_shape(jax.shard_map(per_device, mesh=mesh, **specs, check_vma=False))
     return results[0]
 
 
@@ -378,8 +376,7 @@ class Dropper:
                 eqns += self.constraint(asked, outvars[0], names, eqn.outvars[0])
         outvars = list(map(named, inner.outvars))
         new = inner.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
-        is_open = inner is jaxpr and not consts
-        self.jaxprs[jaxpr] = new if is_open else ClosedJaxpr(new, consts)
+        self.jaxprs[jaxpr] = new if inner is jaxpr and not consts else ClosedJaxpr(new, consts)
         return self.jaxprs[jaxpr]
 
     def constraint(

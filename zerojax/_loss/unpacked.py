@@ -78,8 +78,7 @@ class _Rewriter:
         shape = type_of(codes).shape
         if (coding, shape) not in self.decodings:
             struct = jax.ShapeDtypeStruct(shape, jnp.uint8)
-            made = jax.make_jaxpr(coding.weight_of)(struct)
-            (self.decodings[coding, shape],) = made.eqns
+            (self.decodings[coding, shape],) = jax.make_jaxpr(coding.weight_of)(struct).eqns
         eqn = self.decodings[coding, shape].replace(invars=[codes], outvars=[weight])
         return eqn if reader is None else eqn.replace(source_info=reader.source_info)
 

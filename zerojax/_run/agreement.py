@@ -367,8 +367,7 @@ def _message(call: str, a: int, b: int, ours: dict[str, str], theirs: dict[str, 
     differ = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     # Texts of many lines (a program, all leaves of a state) differ because options of one line do.
     words = [name for name in differ if "\n" not in ours.get(name, "") + theirs.get(name, "")]
-    names = words or differ
-    lines = [_difference(name, ours.get(name), theirs.get(name), a, b) for name in names]
+    lines = [_difference(name, ours.get(name), theirs.get(name), a, b) for name in words or differ]
     if len(lines) > MOST_SHOWN:
         lines[MOST_SHOWN:] = [f"and {len(lines) - MOST_SHOWN} more"]
     shown = "".join(f"\n  {line}" for line in lines)

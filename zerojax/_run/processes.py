@@ -24,12 +24,7 @@ FAILED = "zerojax/failed"  # the key under which a process that raised tells the
 LEFT = "zerojax/left"  # and one whose program has ended
 _AGAIN: dict[str, Any] = {}  # arguments with which a process joins a later run
 NO_LOSS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")  # errors of XLA that no lost process causes
-NUMBERS_OF_PROCESSES = (
-    "WORLD_SIZE",
-    "JAX_NUM_PROCESSES",
-    "SLURM_STEP_NUM_TASKS",
-    "OMPI_COMM_WORLD_SIZE",
-)
+SIZES_OF_RUN = ("WORLD_SIZE", "JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 OF_CPUS = "JAX_NUM_CPU_DEVICES"  # JAX emulates as many where there is no GPU
 OF_MTLS = "JAX_MTLS_"  # how the variables begin by which JAX encrypts
 GRACE = 5.0  # seconds after which C code ends a process whose threads do not run
@@ -118,7 +113,7 @@ def _check_devices(emulated: str | None) -> None:
 
 def not_joined() -> str:
     """Returns a message if this process was started as one of several and has not joined them."""
-    for name in NUMBERS_OF_PROCESSES if jax.process_count() == 1 else ():
+    for name in SIZES_OF_RUN if jax.process_count() == 1 else ():
         count = os.environ.get(name, "")
         if count.isdecimal() and int(count) > 1 and not jax.distributed.is_initialized():
             return (
@@ -216,8 +211,7 @@ class _SharedEnd:
             if text := read(FAILED):
                 if not self.failed.is_set():
                     say(f"{text}\nProcess {_compat.run_of_processes().process_id} ends with it.")
-                ends_itself = self.failed.wait(max(GRACE, 2 * self.seconds)) or self.over.is_set()
-                if not ends_itself:
+                if not (self.failed.wait(max(GRACE, 2 * self.seconds)) or self.over.is_set()):
                     os._exit(1)
                 return
 
@@ -356,25 +350,23 @@ class Watchdog:
         """Restarts the clock; the message names `step`."""
         self._last = (time.monotonic(), step)
         # C code ends the process if Python's threads hang, too.
-        faulthandler.dump_traceback_later(
-            self.seconds + GRACE, exit=True, file=sys.__stderr__ or sys.stderr
-        )
+        stderr = sys.__stderr__ or sys.stderr
+        faulthandler.dump_traceback_later(self.seconds + GRACE, exit=True, file=stderr)
 
     def _watch(self, over: threading.Event) -> None:
         while not over.wait(max(0.01, self._last[0] + self.seconds - time.monotonic())):
             since, step = self._last
-            if time.monotonic() - since >= self.seconds:
-                self._end(step)
-
-    def _end(self, step: object) -> None:
-        after = "" if step is None else f" after step {step}"
-        say(
-            f"process {jax.process_index()} of {jax.process_count()} was not alive for "
-            f"{self.seconds:g} s{after}. This process hangs, or one that it waits for. Its threads:"
-        )
-        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
-        sys.stdout.flush()
-        os._exit(1)
+            if time.monotonic() - since < self.seconds:
+                continue
+            after = "" if step is None else f" after step {step}"
+            say(
+                f"process {jax.process_index()} of {jax.process_count()} was not alive for "
+                f"{self.seconds:g} s{after}. This process hangs, or one that it waits for. Its "
+                "threads:"
+            )
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
+            sys.stdout.flush()
+            os._exit(1)
 
 
 def _check_known(options: Mapping[str, Any]) -> None:
@@ -393,13 +385,21 @@ def _from_environment(env: Mapping[str, str]) -> dict[str, Any]:
     """Returns the arguments of `jax.distributed.initialize` from the variables of torchrun, or from
     those that JAX has names for."""
     if "WORLD_SIZE" in env:
-        return _of_torchrun(env)
+        shared = int(env.get("LOCAL_WORLD_SIZE", 1)) > 1 and "JAX_LOCAL_DEVICE_IDS" not in env
+        needed = ["MASTER_ADDR", "MASTER_PORT", "RANK", *(["LOCAL_RANK"] if shared else [])]
+        _check_set(env, "WORLD_SIZE", needed)
+        # torchrun sets this if its own store listens on the port.
+        port = int(env["MASTER_PORT"]) + (env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+        return {
+            "coordinator_address": f"{env['MASTER_ADDR']}:{port}",
+            "num_processes": int(env["WORLD_SIZE"]),
+            "process_id": int(env["RANK"]),
+            "local_device_ids": [int(env["LOCAL_RANK"])] if shared else None,
+        }
     if "JAX_NUM_PROCESSES" in env:
         _check_set(env, "JAX_NUM_PROCESSES", ["JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID"])
-        return {  # JAX itself reads the address
-            "num_processes": int(env["JAX_NUM_PROCESSES"]),
-            "process_id": int(env["JAX_PROCESS_ID"]),
-        }
+        count, me = int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"])
+        return {"num_processes": count, "process_id": me}  # JAX itself reads the address
     return {}
 
 
@@ -409,17 +409,3 @@ def _check_set(env: Mapping[str, str], count: str, needed: Sequence[str]) -> Non
             f"{count}={env[count]} is set, but {missing[0]} is not. Set {', '.join(needed)} and "
             f"{count} in each process, or pass the arguments."
         )
-
-
-def _of_torchrun(env: Mapping[str, str]) -> dict[str, Any]:
-    shared = int(env.get("LOCAL_WORLD_SIZE", 1)) > 1 and "JAX_LOCAL_DEVICE_IDS" not in env
-    needed = ["MASTER_ADDR", "MASTER_PORT", "RANK", *(["LOCAL_RANK"] if shared else [])]
-    _check_set(env, "WORLD_SIZE", needed)
-    # torchrun sets this if its own store listens on the port.
-    port = int(env["MASTER_PORT"]) + (env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
-    return {
-        "coordinator_address": f"{env['MASTER_ADDR']}:{port}",
-        "num_processes": int(env["WORLD_SIZE"]),
-        "process_id": int(env["RANK"]),
-        "local_device_ids": [int(env["LOCAL_RANK"])] if shared else None,
-    }

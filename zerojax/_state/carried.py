@@ -103,12 +103,9 @@ def _update(
     with auto_axes():
         state = jax.tree.map(_compat.fetched, resting)
         logical = functools.partial(plan.logical_part, kind=PARAMS)
-        new_updates, new_state = tx.update(
-            logical(updates),
-            plan.logical_part(state, OPT_STATE),
-            logical(params),
-            **{name: logical(value) for name, value in extra.items()},
-        )
+        more = {name: logical(value) for name, value in extra.items()}
+        inner = plan.logical_part(state, OPT_STATE)
+        new_updates, new_state = tx.update(logical(updates), inner, logical(params), **more)
         new_state = jax.tree.map(
             lambda new, old: _compat.stored(new) if _compat.is_on_host(old) else new,
             plan.padded_part(new_state, OPT_STATE, state),
@@ -155,12 +152,9 @@ def carry_plan(state: PyTree, plan: Any) -> PyTree:
 
 def without_plan(state: PyTree) -> PyTree:
     """Returns `state` with the user's own optimizer and `apply_fn`."""
-    originals = {
-        name: value.original
-        for name in ("tx", "apply_fn")
-        for value in [getattr(state, name, None)]
-        if isinstance(value, PlannedTransformation | PlannedApply)
-    }
+    fields = {name: getattr(state, name, None) for name in ("tx", "apply_fn")}
+    planned = (PlannedTransformation, PlannedApply)
+    originals = {k: v.original for k, v in fields.items() if isinstance(v, planned)}
     return state.replace(**originals) if originals else state
 
 

@@ -90,7 +90,12 @@ def layer_dims(params: PyTree, pattern: str | tuple[()] | None) -> dict[tuple, i
         names = {leaf.path: leaf.name for leaf in leaves}
         pattern = pattern.removeprefix(f"{PARAMS}/")  # with which messages write paths
         return dict.fromkeys(matching(pattern, names, "stacked="), 1)
-    dims = dict.fromkeys(_boxed_layers(params), 1)
+    dims: dict[tuple, int] = {}
+    # Flax's `nn.scan` has boxed a leaf with a layer's name for dimension 0.
+    for path, node in jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_box)[0]:
+        names = getattr(node, "names", None) if _is_box(node) else None
+        if names and isinstance(names[0], str) and "layer" in names[0]:
+            dims |= {(*path, *leaf.path): 1 for leaf in leaves_with_paths(node)}
 
     def walk(depth: int, group: list[Leaf]) -> None:
         shapes = [np.shape(leaf.value) for leaf in group]
@@ -113,11 +118,10 @@ def layer_dims(params: PyTree, pattern: str | tuple[()] | None) -> dict[tuple, i
 def in_a_python_loop(shapes: Mapping[str, Shape]) -> int:
     """Returns how many layers have their own matrices: as many as have paths that differ only in
     one number."""
-    counts: collections.Counter[tuple] = collections.Counter()
-    for path, shape in shapes.items():
-        for number in NUMBER.finditer(path) if len(shape) >= 2 else ():
-            counts[path[: number.start()], path[number.end() :], shape] += 1
-    return max(counts.values(), default=0)
+    matrices = [(path, shape) for path, shape in shapes.items() if len(shape) >= 2]
+    numbered = [(path, n.span(), shape) for path, shape in matrices for n in NUMBER.finditer(path)]
+    alike = collections.Counter((path[:i], path[j:], shape) for path, (i, j), shape in numbered)
+    return max(alike.values(), default=0)
 
 
 def _is_stack(shapes: list[Shape]) -> bool:
@@ -132,13 +136,3 @@ def is_stack(leaf: Leaf, stacks: Mapping[tuple, int]) -> bool:
     if leaf.kind == PARAMS:
         return path in stacks
     return any(path[-len(stack) :] == stack for stack in stacks)
-
-
-def _boxed_layers(params: PyTree) -> set[tuple]:
-    """Returns the leaves that flax's `nn.scan` has boxed with a layer's name for dimension 0."""
-    boxed = set()
-    for path, node in jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_box)[0]:
-        names = getattr(node, "names", None) if _is_box(node) else None
-        if names and isinstance(names[0], str) and "layer" in names[0]:
-            boxed |= {(*path, *leaf.path) for leaf in leaves_with_paths(node)}
-    return boxed

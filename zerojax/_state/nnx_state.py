@@ -32,12 +32,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, computed_with, explicit_sharding, typed, typed_as
-from zerojax._state import (
-    carried as _carried,
-    patches as _patches,
-    refusals as _refusals,
-    state as _state,
-)
+from zerojax._state import carried as _carried, refusals as _refusals, state as _state
+from zerojax._state.patches import set_class
 from zerojax._state.state import OTHER, PARAMS
 from zerojax._types import PyTree, Shape
 
@@ -194,10 +190,9 @@ def makes_objects(make: PyTree) -> bool:
 
 def _has_objects(tree: PyTree) -> bool:
     of_nnx = (State, nnx.Pytree)
-    leaves = jax.tree.leaves([tree], is_leaf=lambda one: isinstance(one, of_nnx))
     return any(
         isinstance(one, of_nnx) or (isinstance(one, type) and issubclass(one, nnx.Pytree))
-        for one in leaves
+        for one in jax.tree.leaves([tree], is_leaf=lambda one: isinstance(one, of_nnx))
     )
 
 
@@ -286,12 +281,10 @@ class Rests:
 def _logical(given: jax.Array, rests: Rests) -> jax.Array:
     value, shape = computed_with(given), rests.shown(given.shape)
     assert shape is not None
-    if value.shape != rests.padded_shape:  # one layer: only XLA knows where it is
-        logical = jax.lax.slice(value, (0,) * value.ndim, shape)
-    else:
-        value = jax.lax.with_sharding_constraint(value, rests.sharding)
-        logical = jax.lax.slice(value, (0,) * value.ndim, shape)
-        logical = _compat.constrained(logical, rests.sharding)
+    is_whole = value.shape == rests.padded_shape  # of one layer, only XLA knows where it is
+    value = jax.lax.with_sharding_constraint(value, rests.sharding) if is_whole else value
+    logical = jax.lax.slice(value, (0,) * value.ndim, shape)
+    logical = _compat.constrained(logical, rests.sharding) if is_whole else logical
     return typed_as(logical, given, PartitionSpec())
 
 
@@ -371,7 +364,7 @@ def _show_logical(model: nnx.Module, plan: Any) -> None:
             )
         rests = Rests(leaf.shape, leaf.padded_shape, leaf.rest.sharding(plan.mesh))
         if not isinstance(variable, Padded):
-            _patches.set_class(variable, _padded_class(type(variable)))
+            set_class(variable, _padded_class(type(variable)))
         if variable.get_metadata(RESTS, None) != rests:
             variable.set_metadata(RESTS, rests)
 
@@ -473,8 +466,7 @@ def set_apart(model: nnx.Module, device_key: jax.Array) -> None:
     salt = jax.random.bits(device_key)
 
     def fold(keys: jax.Array) -> jax.Array:
-        folded = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), salt)
-        return folded.reshape(keys.shape)
+        return jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), salt).reshape(keys.shape)
 
     nnx.update(model, jax.tree.map(fold, nnx.state(model, nnx.RngKey)))
 

@@ -137,14 +137,8 @@ def _is_plain(value: object) -> bool:
 
 def _hold(variables: list[PyTree], leaves: list[PyTree]) -> bool:
     """Whether the leaves of a state are just the raw values of these variables."""
-    return len(variables) == len(leaves) and all(
-        _is_plain(variable) and _is_same(variable.get_raw_value(), leaf)
-        for variable, leaf in zip(variables, leaves, strict=True)
-    )
-
-
-def _is_same(value: PyTree, leaf: PyTree) -> bool:
-    """Whether two values are one array; codes come in another node."""
-    if is_packed(value) and is_packed(leaf):
-        return value.rows is leaf.rows
-    return value is leaf
+    if len(variables) != len(leaves) or not all(map(_is_plain, variables)):
+        return False
+    both = [variable.get_raw_value() for variable in variables], leaves
+    # Codes come in another node.
+    return all(map(operator.is_, *([x.rows if is_packed(x) else x for x in each] for each in both)))

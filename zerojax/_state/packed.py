@@ -150,8 +150,7 @@ def is_packed(node: object) -> bool:
 
 def coding_for(kind: str, block: int, shape: Shape, dtype: DTypeLike) -> Coding | None:
     """Returns how a weight is written, None if no block divides its rows."""
-    most = min(block, shape[-1])
-    sizes = (n for n in range(most, LEAST_RUN - 1, -1) if shape[-1] % n == 0)
+    sizes = (n for n in range(min(block, shape[-1]), LEAST_RUN - 1, -1) if shape[-1] % n == 0)
     size = next((n for n in sizes if kind == "int8" or n % 2 == 0), None)
     return None if size is None else Coding(kind, size, shape[-1], jnp.dtype(dtype))
 

@@ -230,10 +230,7 @@ def where(name: str, leaf: Leaf) -> str:
 
 
 def called(
-    loss_fn: Callable[..., PyTree],
-    args: Sequence[PyTree],
-    fields: dict[str, PyTree],
-    model: str = "params",
+    loss_fn: Callable[..., PyTree], args: Sequence[PyTree], fields: PyTree, model: str = "params"
 ) -> PyTree:
     """Returns `loss_fn(*args, **fields)`; names these arguments if the loss takes others."""
     try:
@@ -266,8 +263,7 @@ def called(
                 "Pass the step a random key after the batch, jax.random.key(n), if the loss takes "
                 f"one. Fields of the state come by name: mutable=({name!r},)."
             )
-        message = f"the step calls the loss with ({passed}): {error}. {remedy}"
-        raise TypeError(message) from error
+        raise TypeError(f"the step calls the loss with ({passed}): {error}. {remedy}") from error
 
 
 def updated(update: Callable[..., PyTree], *args: PyTree) -> PyTree:

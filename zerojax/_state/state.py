@@ -8,6 +8,7 @@ parameters. No other package knows these container types.
 import contextlib
 import dataclasses
 import difflib
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -294,14 +295,11 @@ def state_of(make_state: Callable[[], PyTree]) -> PyTree:
     def arrays() -> tuple[list[Tracer], list[Tracer]]:
         leaves, treedef = jax.tree.flatten(made_by(make_state))
         is_traced = [isinstance(leaf, Tracer) for leaf in leaves]
-        traced = [leaf for leaf in leaves if isinstance(leaf, Tracer)]
         # Shapes in place of leaves, which must not outlive this trace.
-        fields = treedef.unflatten(
-            x if not isinstance(x, Tracer) else shape_dtype(x) for x in leaves
-        )
+        fields = treedef.unflatten([shape_dtype(x) if isinstance(x, Tracer) else x for x in leaves])
         kept = _patches.tracers_in(fields)
         calls.append((fields, is_traced, list(map(id, kept))))
-        return traced, kept
+        return list(itertools.compress(leaves, is_traced)), kept
 
     run = jaxpr_as_fun(jax.make_jaxpr(arrays)())
     fields, is_traced, kept = calls[0]

@@ -61,10 +61,8 @@ def hosts(named: Mapping[str, Any], env: Mapping[str, str]) -> Hosts:
         if told.get(name) is None:
             raise ValueError(f"--nodes {count}: pass --{name} too, {remedy}.")
     if not 0 <= int(told["node"]) < count:
-        numbers = (
-            f"{count} hosts are numbered 0 to {count - 1}" if count > 1 else "the only host is 0"
-        )
-        raise ValueError(f"--node {told['node']}: {numbers}.")
+        numbers = f"{count} hosts are numbered 0 to {count - 1}" * (count > 1)
+        raise ValueError(f"--node {told['node']}: {numbers or 'the only host is 0'}.")
     port = int(told.get("port") or (PORT if count > 1 else _free_port()))
     return Hosts(count, int(told["node"]), told["address"], port)
 
@@ -214,10 +212,6 @@ class Team:
         self.failed: _Process | None = None
         self.kills_at = float("inf")
 
-    def hear(self, number: int, _: object = None) -> None:
-        """Notes a signal. It may come while a process starts, which could not be told yet."""
-        self.told.append(number)
-
     def _pass_on(self) -> None:
         """Passes signals on. A second ^C kills."""
         for at in range(self.passed_on, len(self.told)):
@@ -277,7 +271,8 @@ class Team:
 @contextlib.contextmanager
 def _handling(team: Team) -> Iterator[None]:
     numbers = [getattr(signal, name) for name in PASSED_ON]
-    before = {number: signal.signal(number, team.hear) for number in numbers}
+    # A signal may come while a process starts, which could not be told yet.
+    before = {n: signal.signal(n, lambda number, _: team.told.append(number)) for n in numbers}
     before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # it must end the others
     try:
         yield
@@ -302,8 +297,7 @@ def launch(
             opened = [files.enter_context(open(path, "ab")) for path in paths]
         for log in filter(None, opened):
             if log.tell():  # above stands why an earlier start has failed
-                again = time.strftime("--- zerojax launch: started again, %F %T %z\n")
-                log.write(again.encode())
+                log.write(time.strftime("--- zerojax launch: started again, %F %T %z\n").encode())
         team = Team(grace)
         with _handling(team), _guarded(grace) as groups:
             for env, log in zip(environments, opened, strict=True):
@@ -318,8 +312,7 @@ def launch(
 def _guarded(grace: float) -> Iterator[IO[bytes]]:
     """Starts what ends the groups of processes written to its input, if this process is killed."""
     quiet = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
-    command = ["sh", "-c", GUARD, str(grace)]
-    guard = _started(command, stdin=subprocess.PIPE, bufsize=0, **quiet)
+    guard = _started(["sh", "-c", GUARD, str(grace)], stdin=subprocess.PIPE, bufsize=0, **quiet)
     assert guard.stdin is not None, "it is a pipe"
     try:
         yield guard.stdin
