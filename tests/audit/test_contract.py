@@ -292,14 +292,6 @@ def test_programs_for_gpus_keep_the_contract(name):
     assert line.startswith(f"compute is {report.overlap:.3f} of the modelled step")
 
 
-def test_rows_alone_are_a_reduction():
-    params = {"embed": jnp.ones((2**12, 64))}
-    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
-    looked_up = lambda params, tokens: jnp.mean(params["embed"][tokens] ** 2)
-    report = audits.audited(zerojax.plan(state, mesh=audits.mesh_of("cpu")), looked_up)
-    assert "reduce-scatter" not in report.totals and report.findings() == []
-
-
 @pytest.mark.gpu_code
 def test_fp32_gathers_where_bf16_was_meant():
     """The layer casts x up instead of its weight down; 0.9 of the matmuls stay narrow."""

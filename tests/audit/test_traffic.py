@@ -62,18 +62,6 @@ def test_every_collective_is_traced_to_what_it_serves(name):
     assert {t.axes for t in report.traffic} == {("data",)}
 
 
-@pytest.mark.parametrize(
-    "name", ["bfloat16", pytest.param("8xH100-stage3", marks=pytest.mark.gpu_code)]
-)
-def test_rows_of_a_table_travel_in_its_place(name):
-    """They are known by their scope; whatever else a step sends in all-to-alls is a finding."""
-    traffic = steps.row(name).report.traffic
-    exchanges = [t for t in traffic if t.kind == "all-to-all"]
-    assert [t.serves for t in exchanges] == ["params/embed"] * 4
-    assert sum(t.wire_bytes for t in exchanges) > 4 * 4096
-    assert "params/embed" not in {t.serves for t in traffic if t.kind == "all-gather"}
-
-
 def net(params, batch):
     hidden = jnp.tanh(batch @ params["up"] + params["bias"])
     return jnp.mean((hidden @ params["down"]) ** 2)

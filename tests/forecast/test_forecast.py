@@ -214,7 +214,6 @@ def test_bad_input(options, error, message, cpus):
 
 HSDP = dict.fromkeys(("params", "grads", "opt_state"), "gpu")
 AMSP = HSDP | {"opt_state": ("gpu", "node")}
-# So many tokens that the embedding is gathered for them, in microbatches too.
 MANY = jax.ShapeDtypeStruct((8 * ROWS, LENGTH), jnp.int32)
 NARROW = zerojax.Precision(param="bfloat16", compute="bfloat16")
 

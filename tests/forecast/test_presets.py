@@ -164,7 +164,7 @@ def test_experts_are_sharded_gathered_and_compiled(small):
     (case,) = found.cases
     assert case.report.findings() == []
     assert case.parameters == pytest.approx(4 * small.n_params / 4, rel=0.01)
-    gathered = 4 * 3 / 4 * (small.n_params - small.vocab * small.hidden)  # rows of the embedding
-    assert case.report.totals["all-gather"] < 2.1 * gathered
+    table = small.vocab * small.hidden  # which backward needs not
+    assert case.report.totals["all-gather"] < 1.05 * 4 * 3 / 4 * (2 * small.n_params - table)
     needed = case.mfu * case.step_seconds * found.gpu.flops
     assert case.report.replay.flops == pytest.approx(needed, rel=0.02)

@@ -12,7 +12,6 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from zerojax import _compat
-from zerojax._features import rows as _rows
 from zerojax._kernel.jaxprs import nbytes
 from zerojax._types import Device
 
@@ -47,7 +46,7 @@ BUCKET = 2**26
 
 XlaOptions = dict[str, int | bool | str]
 # Bytes by primitive: of the results of all-gathers, reduce-scatters and all-to-alls, and under
-# REDUCED of the operands of reduce-scatters. Without those that move rows of tables.
+# REDUCED of the operands of reduce-scatters.
 Traffic = Counter[str]
 GATHERED, SCATTERED, EXCHANGED = "all_gather", "reduce_scatter", "all_to_all"
 REDUCED = "operands of reduce_scatter"
@@ -191,8 +190,6 @@ def traffic_of(jaxpr: Jaxpr, microbatches: int) -> tuple[list[Traffic], list[Tra
     def count(jaxpr: Jaxpr, part: Traffic) -> None:
         for eqn in jaxpr.eqns:
             name, inside = eqn.primitive.name, part
-            if _rows.parameter(str(eqn.source_info.name_stack)):
-                continue  # as few bytes as activations have
             if name in (GATHERED, SCATTERED, EXCHANGED):
                 part[name] += nbytes(eqn.outvars)
                 part[REDUCED] += nbytes(eqn.invars) if name == SCATTERED else 0

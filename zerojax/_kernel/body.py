@@ -135,25 +135,6 @@ def wait(values: T, done: Array | None) -> T:
     return jax.tree.map(waiting, values)
 
 
-@jax.custom_vjp
-def in_turn(outs: list[Array], shards: list[Array]) -> tuple[list[Array], list[Array]]:
-    """Returns floats unchanged: the results of an op, and shards that a later op reads. Backward
-    does not begin with the earlier op before it has the gradients of these shards."""
-    return outs, shards
-
-
-def _in_turn_fwd(outs: list[Array], shards: list[Array]) -> tuple[tuple, None]:
-    return (outs, shards), None
-
-
-def _in_turn_bwd(_: None, grads: tuple[list[Array], list[Array]]) -> tuple:
-    d_outs, d_shards = grads
-    return wait(d_outs, mark(d_shards)), d_shards
-
-
-in_turn.defvjp(_in_turn_fwd, _in_turn_bwd)
-
-
 def _bits(array: Array) -> Array:
     first = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
     if jnp.issubdtype(array.dtype, jnp.integer):

@@ -24,7 +24,6 @@ from zerojax._kernel.body import How
 from zerojax._kernel.engine import SplitLoss
 from zerojax._kernel.pieces import WEIGHT, InputKind
 from zerojax._kernel.places import Axes, Groups, LeafPlan, Placement, axes_size, beyond
-from zerojax._kernel.split import Attach
 from zerojax._kernel.travel import EXACT, Codec, Cut, Held, Route
 from zerojax._types import PyTree, zero_gradient
 
@@ -81,8 +80,7 @@ class Param:
     def cut(self) -> Cut:
         """How the engine sees it, if it is `Held`."""
         near, padding = self.leaf.near.axes, self.leaf.rest.padding
-        devices = axes_size(self.mesh, (*near, *self.crosses))
-        gather = Route(near, self.crosses, (), self.gather_codec, padding, devices=devices)
+        gather = Route(near, self.crosses, (), self.gather_codec, padding)
         reduce = self.route((), self.landing.axes, self.sums_over)
         return self.leaf.cut(gather, reduce, self.compute_dtype)
 
@@ -123,8 +121,7 @@ class Param:
         axes = beyond(end, start)
         far = beyond(axes, summed_over)
         padding = self.leaf.update.padding if end and not start else 0
-        devices = axes_size(self.mesh, axes)
-        return Route(beyond(axes, far), far, replicas, self.reduce_codec, padding, devices=devices)
+        return Route(beyond(axes, far), far, replicas, self.reduce_codec, padding)
 
     def shard_shape(self, place: Placement) -> tuple[int, ...]:
         """Returns the shape of one device's part in a `shard_map` over ZeRO's axes."""
@@ -193,7 +190,6 @@ class DeviceStep(Generic[P]):
     """The loss and its gradients as code of one device, to run under `shard_map`.
 
     `jaxpr` is the loss of one device's rows. Its inputs are the parameters, and then the batch.
-    `attach` is as in `split`.
     """
 
     def __init__(
@@ -203,15 +199,14 @@ class DeviceStep(Generic[P]):
         mesh: Mesh,
         axes: Axes,
         how: How,
-        attach: Attach | None = None,
     ) -> None:
-        self.jaxpr, self.params, self.how, self.attach = jaxpr, list(params), how, attach
+        self.jaxpr, self.params, self.how = jaxpr, list(params), how
         self.mesh, self.axes, self.size = mesh, axes, axes_size(mesh, axes)
         self.split = self.split_by(self.params)
 
     def split_by(self, params: Sequence[P]) -> SplitLoss:
         others = [None] * (len(self.jaxpr.invars) - len(params))
-        return SplitLoss(self.jaxpr, [*(p.kind() for p in params), *others], self.attach)
+        return SplitLoss(self.jaxpr, [*(p.kind() for p in params), *others])
 
     def in_specs(self) -> tuple[list, ...]:
         args = len(self.jaxpr.invars) - len(self.params)

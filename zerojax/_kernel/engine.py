@@ -17,7 +17,6 @@ from zerojax._kernel.arrays import (
     Value,
     by_hand,
     float_cotangents,
-    is_float,
     merge,
     where,
 )
@@ -27,7 +26,6 @@ from zerojax._kernel.body import (
     Body,
     Env,
     How,
-    in_turn,
     mark,
     read,
     read_arrays,
@@ -37,10 +35,8 @@ from zerojax._kernel.body import (
 from zerojax._kernel.jaxprs import Atom, Var
 from zerojax._kernel.loops import Layers, PrefetchedLayers, as_read
 from zerojax._kernel.pieces import (
-    Attached,
     InputKind,
     Loop,
-    Nested,
     Op,
     Scope,
     Shard,
@@ -49,21 +45,18 @@ from zerojax._kernel.pieces import (
     dtypes_of,
     shards_read,
     split_of,
-    unique,
 )
-from zerojax._kernel.split import Attach, split
+from zerojax._kernel.split import split
 from zerojax._kernel.travel import Held, Transit
 
 
 class SplitLoss:
     """A traced loss, split once. It tells how it uses its parameters, and runs."""
 
-    def __init__(
-        self, jaxpr: Jaxpr, kinds: Sequence[InputKind], attach: Attach | None = None
-    ) -> None:
+    def __init__(self, jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> None:
         """Pass inputs whose kind is a `Cut` as `Held`, and the others as plain arrays."""
         self.jaxpr, self.kinds = jaxpr, kinds
-        self.scope = split(jaxpr, (), kinds, pull=False, attach=attach)
+        self.scope = split(jaxpr, (), kinds, pull=False)
 
     def __call__(self, inputs: Sequence[Value], how: How) -> list[Array]:
         # As in loops that prefetch, backward starts with the weights that forward ended with.
@@ -105,10 +98,7 @@ def run(ops: Sequence[Op], env: Env, how: How) -> None:
         if isinstance(op, Scope):
             alike[id(op.split)].append(op)
     codes: dict[tuple[int, bool], ScopeCode] = {}
-    before: Op | None = None
     for op in ops:
-        if how.by_data and any(isinstance(one, Attached) for one in (before, op)):
-            _in_turn(before, op, env)
         match op:
             case Scope():
                 inputs = operand_values(op.operands, env)
@@ -123,34 +113,13 @@ def run(ops: Sequence[Op], env: Env, how: How) -> None:
             case Loop():
                 with _named(op):
                     outs = run_loop(op, operand_values(op.operands, env), how)
-            case Attached():
-                held = [shard.of(env[shard.root]) for shard in op.shards]
-                with _named(op):
-                    outs = op.apply(held, read(env, op.atoms))
             case _:
                 outs = _compat.bind(op, read(env, op.invars))
         write(env, op.outvars, outs)
-        before = op if isinstance(op, Nested | Attached) else before
 
 
-def _named(op: Scope | Loop | Attached) -> contextlib.AbstractContextManager:
+def _named(op: Scope | Loop) -> contextlib.AbstractContextManager:
     return jax.named_scope(op.name) if op.name else contextlib.nullcontext()
-
-
-def _in_turn(before: Op | None, op: Op, env: Env) -> None:
-    """Keeps the collectives of two ops apart in backward, even if neither needs the other.
-
-    See the note in `body.py`. Between loops, those of gathered weights come first.
-    """
-    outs = [v for v in before.outvars if is_float(env[v])] if before else []
-    roots = unique(s.root for s in shards_read([op]) if is_float(env[s.root].shard))
-    if outs and roots:
-        shards = [env[root].shard for root in roots]
-        values, shards = in_turn(read(env, outs), shards)
-        held = [
-            dataclasses.replace(env[root], shard=x) for root, x in zip(roots, shards, strict=True)
-        ]
-        write(env, [*outs, *roots], [*values, *held])
 
 
 def _only_computes(scope: Scope, inputs: Sequence[Value]) -> bool:

@@ -125,6 +125,13 @@ def alive(
     return kept[::-1]
 
 
+def running(eqn: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
+    """Returns a call, remat or loop that runs another jaxpr, with the same constants."""
+    inner, consts = _compat.opened(before := eqn.params["jaxpr"])
+    new = jaxpr if inner is before and not consts else ClosedJaxpr(jaxpr, consts)
+    return eqn.replace(params={**eqn.params, "jaxpr": new})
+
+
 def unclosed(closed: ClosedJaxpr) -> tuple[Jaxpr, Sequence[ArrayLike]]:
     """Returns a jaxpr whose constants are its last inputs, and the constants."""
     jaxpr, consts = _compat.opened(closed)

@@ -103,19 +103,7 @@ class Loop(Nested):
     name: str = ""  # its name scope
 
 
-@dataclasses.dataclass(frozen=True)
-class Attached:
-    """An equation that a feature runs on shards, without gathering them."""
-
-    shards: list[Shard]
-    atoms: list[Atom]  # the other operands
-    outvars: list[Var]
-    apply: Callable[[list[Held], list[Array]], list[Array]]
-    name: str = ""  # its name scope
-    effects: frozenset[Effect] = frozenset()
-
-
-Op = JaxprEqn | Scope | Loop | Attached  # of a main part
+Op = JaxprEqn | Scope | Loop  # of a main part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,8 +201,6 @@ def reads_of(op: Op) -> list[Var]:
     """Returns the variables that an op reads as values, not as shards."""
     if isinstance(op, Nested):
         return [v for v in op.operands if not isinstance(v, Shard) and is_var(v)]
-    if isinstance(op, Attached):
-        return list(filter(is_var, op.atoms))
     return reads(op)
 
 
@@ -225,8 +211,7 @@ def unique(items: Iterable[T]) -> list[T]:
 def dtypes_of(split: Split) -> dict[Var, set[np.dtype]]:
     """Returns the dtypes in which each shard travels, here and inside loops and scopes."""
     found: dict[Var, set[np.dtype]] = {}
-    attached = [shard for op in split.main if isinstance(op, Attached) for shard in op.shards]
-    for shard in [*split.gathers.values(), *attached]:
+    for shard in split.gathers.values():
         found.setdefault(shard.root, set()).add(np.dtype(shard.cut.dtype))
     for op in (op for op in split.main if isinstance(op, Nested)):
         inside = dtypes_of(op.split)
@@ -237,7 +222,7 @@ def dtypes_of(split: Split) -> dict[Var, set[np.dtype]]:
 
 
 def crosses_far(ops: Iterable[Op]) -> bool:
-    """Whether a loop, a scope or an attached equation reads a weight whose route has a far hop."""
+    """Whether a loop or a scope reads a weight whose route has a far hop."""
     return any(shard.cut.gather.far for shard in shards_read(ops))
 
 
@@ -245,8 +230,6 @@ def shards_read(ops: Iterable[Op]) -> Iterable[Shard]:
     for op in ops:
         if isinstance(op, Nested):
             yield from (v for v in op.operands if isinstance(v, Shard))
-        elif isinstance(op, Attached):
-            yield from op.shards
 
 
 # [Note: views]
@@ -337,12 +320,8 @@ class Readers:
         for var in filter(is_var, outvars):
             self.readers.setdefault(self.named.get(var, var), []).append(None)
 
-    def name(self, atom: Atom) -> Atom:
-        return self.named.get(atom, atom) if is_var(atom) else atom
-
     def of(self, atom: Atom) -> list[JaxprEqn | None]:
-        name = self.name(atom)
-        return self.readers.get(name, []) if is_var(name) else []
+        return self.readers.get(self.named.get(atom, atom), []) if is_var(atom) else []
 
     def viewed(self, eqn: JaxprEqn, kind: Kind) -> list[Shard] | None:
         """Returns the results as shards, if `eqn` makes views and shards are better.

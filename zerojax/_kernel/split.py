@@ -19,7 +19,6 @@ from zerojax._kernel.jaxprs import Atom, Inliner, Keys, Var, alive, is_var, read
 from zerojax._kernel.pieces import (
     CONST,
     WEIGHT,
-    Attached,
     InputKind,
     Kind,
     Loop,
@@ -36,8 +35,6 @@ from zerojax._kernel.pieces import (
 from zerojax._kernel.travel import Cut
 from zerojax._warn import warn
 
-Attach = Callable[[JaxprEqn, "Splitter"], Attached | None]
-
 
 def split(
     jaxpr: Jaxpr,
@@ -46,16 +43,14 @@ def split(
     *,
     pull: bool,
     checkpointed: bool = False,
-    attach: Attach | None = None,
 ) -> Split:
     """Splits `jaxpr`, whose inputs are of `kinds`: a `Cut` for each sharded one.
 
     With `pull`, the weights of a remat are gathered outside of it (a loop body gathers everything
     first); without, the remat gathers for itself if it can. `checkpointed` says that the main part
-    will run under `jax.checkpoint`. `attach` may take over equations outside of loops and remats
-    from the engine.
+    will run under `jax.checkpoint`.
     """
-    splitter = Splitter(pull, checkpointed, attach)
+    splitter = Splitter(pull, checkpointed)
     for var, kind in zip(jaxpr.invars, kinds, strict=True):
         splitter.kinds[var] = Shard(var, kind) if isinstance(kind, Cut) else kind
     splitter.inliner.constants.update(zip(jaxpr.constvars, consts, strict=True))
@@ -88,8 +83,8 @@ def split(
 class Splitter:
     """Visits the equations of one jaxpr, and sorts them into prefix and main part."""
 
-    def __init__(self, pull: bool, checkpointed: bool, attach: "Attach | None") -> None:
-        self.pull, self.checkpointed, self.attach = pull, checkpointed, attach
+    def __init__(self, pull: bool, checkpointed: bool) -> None:
+        self.pull, self.checkpointed = pull, checkpointed
         self.inliner = Inliner()
         self.kinds: dict[Var, Kind] = {}
         self.gathers: dict[Var, Shard] = {}
@@ -154,8 +149,6 @@ class Splitter:
             self.kinds[eqn.outvars[0]] = dataclasses.replace(kinds[0], cut=cut)
         elif shards := self.readers.viewed(eqn, kinds[0] if kinds else None):
             self.kinds.update(zip(eqn.outvars, shards, strict=True))
-        elif self.attach and (attached := self.attach(eqn, self)):
-            main.append(attached)
         elif name in _compat.REMAT and any(map(self.is_weights, eqn.invars)):
             main.append(self.scope_in_loop(eqn) if self.pull else self.scope(eqn))
         elif name == "scan" and self.scans_weights(eqn):

@@ -82,7 +82,6 @@ class Route:
     codec: Codec = EXACT
     padding: int = 0
     coded: tuple[str, ...] = ()
-    devices: int = 1  # of near and far axes, if rows may travel: see the note in `rows.py`
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -279,12 +278,12 @@ _obtained.defvjp(_obtained_fwd, _obtained_bwd)
 
 def cross(held: Held, cut: Cut) -> Transit:
     """Returns a weight after the far hop of its route, or () if there is no such hop."""
-    return _far_hop(as_sent(held, cut), cut) if cut.gather.far else ()
+    return _far_hop(_as_sent(held, cut), cut) if cut.gather.far else ()
 
 
 def arrive(held: Held, cut: Cut, crossed: Transit = ()) -> Transit:
     """Returns a weight after both hops; `crossed` is the result of `cross`, if that has run."""
-    return _gather(crossed or _far_hop(as_sent(held, cut), cut), cut, cut.gather.near)
+    return _gather(crossed or _far_hop(_as_sent(held, cut), cut), cut, cut.gather.near)
 
 
 def full(arrived: Transit, cut: Cut) -> Array:
@@ -298,7 +297,7 @@ def gathered(shard: Array, cut: Cut) -> Array:
     return _open(_gather(_far_hop(_compat.fetched(shard), cut), cut, cut.gather.near), cut)
 
 
-def as_sent(held: Held, cut: Cut) -> Array:
+def _as_sent(held: Held, cut: Cut) -> Array:
     """Returns the device's part of a weight, in the dtype in which it travels."""
     source = _compat.fetched(held.source)
     return source.astype(cut.dtype) if is_float(source) else source
@@ -354,7 +353,7 @@ def reduced(grads: Sequence[Array], cuts: Sequence[Cut], routes: Sequence[Route]
             else:
                 parts = [_scattered(x, cut, axes) for x, cut in zip(parts, own, strict=True)]
         for at, part in zip(places, parts, strict=True):
-            sums[at] = over_replicas(part, cuts[at], routes[at])
+            sums[at] = _over_replicas(part, cuts[at], routes[at])
     return sums
 
 
@@ -362,10 +361,10 @@ def _sum(grad: Array, cut: Cut, route: Route) -> Array:
     (grad,) = route.codec.encode(grad)
     for axes in (route.near, route.far):
         grad = _scattered(grad, cut, axes)
-    return route.codec.decode((over_replicas(grad, cut, route),))
+    return route.codec.decode((_over_replicas(grad, cut, route),))
 
 
-def over_replicas(grad: Array, cut: Cut, route: Route) -> Array:
+def _over_replicas(grad: Array, cut: Cut, route: Route) -> Array:
     """Sums a shard over the devices that update the same one."""
     if not route.replicas:
         return grad

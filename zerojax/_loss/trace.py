@@ -39,7 +39,7 @@ from zerojax import _axis_types, _compat
 from zerojax._axis_types import NO_MESH
 from zerojax._kernel.jaxprs import Atom, is_var, unclosed
 from zerojax._kernel.travel import names_in
-from zerojax._loss import fields as _fields, mean as _mean, unpacked as _unpacked
+from zerojax._loss import fields as _fields, mean as _mean, tables as _tables, unpacked as _unpacked
 from zerojax._state.hints import axes_of_rules
 from zerojax._state.packed import codings_of
 from zerojax._types import PyTree, is_key
@@ -113,6 +113,7 @@ def trace_loss(
         # nnx.scan returns the weights it was given, layer by layer; what is not read goes first.
         jaxpr = _compat.without_unread(unclosed(closed)[0])
         jaxpr = _unpacked.on_codes(jaxpr, codings)
+        jaxpr = _tables.summed_wide(jaxpr, set(filter(_tables.is_narrow, jaxpr.invars)))
         return TracedLoss(jaxpr, [*captured, *closed.consts], aux, closed.consts)
 
     return as_one_device(opened, mesh, axes)

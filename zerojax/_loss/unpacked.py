@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from zerojax import _compat
-from zerojax._kernel.jaxprs import Atom, is_call, is_var, type_of
+from zerojax._kernel.jaxprs import Atom, is_call, is_var, running, type_of
 from zerojax._state.packed import Coding, Packed, is_packed
 from zerojax._types import PyTree
 
@@ -62,14 +62,6 @@ class _Rewriter:
         if key not in self.done:
             self.done[key] = jaxpr, _Level(self, jaxpr, codings).rewritten()
         return self.done[key][1]
-
-    def inside(self, eqn: JaxprEqn, codings: Codings) -> JaxprEqn:
-        """Returns a loop, remat or call whose own jaxpr takes the codes."""
-        given = eqn.params["jaxpr"]
-        inner, consts = _compat.opened(given)
-        new = self.open(inner, codings)
-        jaxpr = new if inner is given and not consts else ClosedJaxpr(new, consts)
-        return eqn.replace(params={**eqn.params, "jaxpr": jaxpr})
 
     def decoding(
         self, codes: Var, coding: Coding, weight: Var, reader: JaxprEqn | None
@@ -139,7 +131,9 @@ class _Level:
             invars.append(codes)
             codings.append(coding)
         eqn = eqn.replace(invars=invars)
-        self.eqns.append(self.rewriter.inside(eqn, codings) if any(codings) else eqn)
+        if any(codings):
+            eqn = running(eqn, self.rewriter.open(_compat.inner_jaxpr(eqn)[0], codings))
+        self.eqns.append(eqn)
 
     def decode(self, weight: Atom, reader: JaxprEqn | None) -> None:
         """Decodes a weight once: later equations read it too."""

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
-from zerojax._features import activations as _activations, rows as _rows
+from zerojax._features import activations as _activations
 from zerojax._features.host_state import are_found
 from zerojax._features.in_backward import InBackward, InLoop, LayerUpdate, NoGradientError
 from zerojax._features.layered import NoLayersError, layered
@@ -82,7 +82,7 @@ class Program(DeviceStep[StepParam]):
             for leaf, (precision, copied) in zip(leaves, rules, strict=True)
         ]
         how = How(regather=False, prefetch=0)  # until it is known what backward updates
-        super().__init__(loss, params, plan.mesh, axes, how, _rows.attach)
+        super().__init__(loss, params, plan.mesh, axes, how)
         if options.activations and not self.split.loops:
             self.leave_out(
                 f"activations={options.activations}",

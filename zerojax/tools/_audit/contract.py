@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Iterator
 
-from zerojax._features import rows as _rows
 from zerojax._kernel.pieces import common_path
 from zerojax._kernel.places import Axes, axes_size, beyond
 from zerojax._plan.plan import LeafPlan, Plan
@@ -32,8 +31,6 @@ FEW_WAITING = 8  # arrays, such as embeddings and heads
 ANY_COPY = 2**20  # smaller copies to or from the host are ignored
 MOST_COPIED = 1.01  # times the plan's bytes
 OPTIMIZER_SCOPE = "optimizer"  # full-matrix optimizers may send what they need
-# The all-to-alls of gradients: as codes, and rows of a table.
-REDUCING = re.compile(rf"{_codecs.MESSAGES_SCOPE}|transpose\(.*{_rows.ROWS_SCOPE}")
 # The scopes of what a loss asks for itself, as sequence parallelism does. XLA names the collectives
 # that it adds after what needs them. Of psums, which reduce gradients too, those within `jax.grad`.
 WRITTEN = re.compile(r"/(ragged_)?all_to_all\b|/ppermute\b|\bjvp\(.*/psum")
@@ -119,7 +116,9 @@ def _all_reduces(report: Measurement, leaves: Leaves) -> Iterator[str]:
 
 
 def _reduced(report: Measurement, leaves: Leaves) -> Iterator[str]:
-    reducing = [t for t in report.traffic if t.kind in ARITHMETIC or REDUCING.search(t.scope)]
+    reducing = [
+        t for t in report.traffic if t.kind in ARITHMETIC or _codecs.MESSAGES_SCOPE in t.scope
+    ]
     reaches = any(path in leaves for one in reducing for path in one.paths)
     if leaves and not reaches and all(one.wire_bytes <= FEW_BYTES for one in reducing):
         yield (

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from jax.stages import Compiled
 
-from zerojax._features import rows as _rows
 from zerojax._kernel.pieces import common_path
 from zerojax._plan import show as _show
 from zerojax._plan.plan import Plan
@@ -301,9 +300,8 @@ class Reading:
         """Yields the arrays of a collective, each with the parameters that it belongs to."""
         operands = one.instruction.operands
         origins = [labels for x in operands for labels in self.lineage.values.get(x, [])]
-        rows_of = _rows.parameter(one.scope) if one.kind == "all-to-all" else None
         for at, part in enumerate(one.parts):
-            paths = [rows_of] if rows_of else self.served.get((one.name, at))
+            paths = self.served.get((one.name, at))
             if paths is None:
                 arguments = _arguments(origins[at] if at < len(origins) else ())
                 paths = [self.paths[number] for number in arguments if self.paths[number]]
