@@ -111,7 +111,7 @@ class Streamed:
         while the last one of the layer before is, where XLA finds its slice.
         """
         # Each part has a program of its own: one for all of them would need all of their state.
-        programs = [self.update.of_layer(part.outputs) for part in parts]
+        programs = [self.update.of_layer(part.outputs, before) for part in parts]
         places = [self.first + k for part in parts for k in part.outputs]
 
         def with_stacks(stacks: Sequence[Array]) -> list[Any]:
@@ -126,8 +126,7 @@ class Streamed:
             for part, program in zip(parts, programs, strict=True):
                 if part is not parts[0]:
                     values, state = self.fetched(part, values, _on_device(new), i)
-                layers = [*self.layers(program, values, i), *before]
-                new = self.updated(program, part, layers, state, i)
+                new = self.updated(program, part, self.layers(program, values, i), state, i)
                 for k, layer in zip(part.outputs, new, strict=True):
                     stack = written(values[self.first + k], layer, i)
                     # Where weights rest whole, XLA would carry the shards that were updated.

@@ -5,20 +5,24 @@ with the optimizer state in host memory 7.8 GiB for 11.2, and 553 ms for 686 at 
 for 1143 at 12.5. Costs 210 lines of code, and 280 in `_update/`, which host memory needs as well.
 """
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Sequence, Set
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
+from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
 from zerojax import _compat
 from zerojax._features import host_state as _host_state
 from zerojax._kernel.arrays import Layer, Unchanged, sliced, written
+from zerojax._kernel.device import wide
+from zerojax._kernel.jaxprs import is_var
 from zerojax._kernel.places import LeafPlan, by_layer
 from zerojax._kernel.travel import Held
 from zerojax._plan.encodings import as_float, as_stored
@@ -26,12 +30,11 @@ from zerojax._plan.plan import Plan
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._types import PyTree
 from zerojax._update import rules as _rules
-from zerojax._update.guess import Guess, Reads
+from zerojax._update.guess import Guess, sums_of
 from zerojax._update.rules import SAME, Flat, Label
 from zerojax._update.update import OTHER_PROGRAM, TOGETHER, InParts, Part, Update, on_no_mesh
 
-# Of a sum that also reads the state: a norm after decay, or of what the optimizer makes.
-CLIP_FIRST = "; a clip takes the norm of gradients alone if decay and the optimizer come after it"
+GLOBAL = "the update reads something of all gradients, "
 NO_STACK = "the plan does not take it for a stack of layers"
 
 # [Note: updates inside backward]
@@ -52,6 +55,9 @@ NO_STACK = "the plan does not take it for a stack of layers"
 # `zerojax.forecast` tells which is faster.
 
 
+Apply: TypeAlias = Callable[[Array, Sequence[Array], Sequence[Array]], list[Array]]
+
+
 class NoGradientError(Exception):
     """Backward never comes to the loops of these parameters: no gradient leads through them."""
 
@@ -62,18 +68,17 @@ class LayerUpdate:
 
     `stacks` are the positions in the state of the stacks that it updates, the parameter first;
     `given` those of the leaves that it only reads. `apply(grad, layers, given)` returns the new
-    layers. If it `speculates`, `given` ends with what it guesses.
+    layers, and `added` takes the same and returns the layer's part in the `sums` at which the
+    update divides. If some numbers of a guess decide what is computed, `needed`, `given` ends with
+    all of its numbers.
     """
 
     stacks: tuple[int, ...]
     given: tuple[int, ...]
-    apply: Callable[[Array, Sequence[Array], Sequence[Array]], list[Array]]
-    speculates: Reads | None = None
-
-    @property
-    def sums(self) -> tuple[int, ...]:
-        """The sums over its gradient that it speculates about."""
-        return self.speculates.sums if self.speculates else ()
+    apply: Apply
+    added: Apply
+    sums: tuple[int, ...]
+    needed: frozenset[int]
 
 
 def is_wanted(plan: Plan, when: str) -> bool:
@@ -99,7 +104,6 @@ class InBackward:
         self.state, self.leaves = jax.tree.leaves(state), [*plan.params, *plan.leaves]
         self.updates: dict[str, LayerUpdate] = {}
         self.why: dict[str, str] = {}
-        self.guess: Guess | str = "the update reads something of all gradients"
         finds = not plan.offloads or _host_state.are_found(plan.mesh.devices.flat[0])
         try:
             with on_no_mesh():
@@ -142,54 +146,41 @@ class InBackward:
             not _why_not(leaf) and (finds or not leaf.is_on_host) for leaf in self.plan.leaves
         ]
         streamed = {i for i, each in enumerate(may_be, self.first) if each}
-        self.whole = InParts(self.update, self.update.shapes, streamed, self.plan.stacks)
-        if self.must:
-            self.guess = Guess.of(self.whole, self.first)
-        full = guessed = self.whole.full
-        if isinstance(self.guess, Guess):
-            guessed = self.guess.taken_from(full)
-        own = [i for i, leaf in enumerate(self.plan.leaves, self.first) if leaf.kind == PARAMS]
+        shapes = self.update.shapes
+        self.sums = sums_of(self.update.traced(shapes), self.first, len(self.leaves))
+        self.whole = InParts(self.update, shapes, streamed, self.plan.stacks, self.sums)
+        self.guess, full = Guess(self.whole), self.whole.full
+        origins = full.origins(range(len(full.invars)))
+        self.origins = collections.defaultdict(frozenset[int], origins)
+        params = [i for i, leaf in enumerate(self.plan.leaves, self.first) if leaf.kind == PARAMS]
         for part in self.whole.parts:
-            for grad, param in enumerate(own):
-                if param not in part.inputs:
-                    continue
-                update, path = self.of_part(part, grad, param), self.leaves[grad].path
-                if isinstance(update, str):
-                    self.why[path] = update
-                    continue
-                # What is guessed has its own way from the gradients, in the form of sums.
-                origins = (guessed if update.speculates else full).origins([grad])
-                reads = (v in origins for v in full.outvars)
-                readers = {k for k, is_one in enumerate(reads, self.first) if is_one}
-                if not readers <= set(part.inputs):
-                    other = self.leaves[min(readers - set(part.inputs))].path
-                    self.why[path] = f"the update of other leaves reads its gradient: {other}"
-                else:
-                    self.updates[path] = update
+            for grad, param in enumerate(params):
+                if param in part.inputs:
+                    update, path = self.of_part(part, grad, param), self.leaves[grad].path
+                    results = self.why if isinstance(update, str) else self.updates
+                    results[path] = update  # type: ignore
 
     def of_part(self, part: Part, grad: int, param: int) -> LayerUpdate | str:
         """Returns the update of a device's part of one layer, or why there is none."""
         if not part.length:
-            return (part.why or NO_STACK) + CLIP_FIRST * ("reduce_sum" in part.why)
+            return part.why or NO_STACK
         # One of the stacks may be a copy of the last gradient, which reads nothing of the state.
-        outputs = [i - self.first for i in part.inputs]
-        others = sorted(set(part.outputs) - set(outputs))
-        if others or any(map(self.whole.mixes, outputs)):
+        outputs, first = [i - self.first for i in part.inputs], len(self.plan.leaves)
+        added = [k for k in self.readers({grad, *part.inputs}) if k >= first]
+        if others := [k for k in part.outputs if k not in {*outputs, *added}]:
             leaves = [self.plan.leaves[k] for k in others]
             reasons = (f"its {leaf.path}: {why}" for leaf in leaves if (why := _why_not(leaf)))
             return next(reasons, TOGETHER)
-        guess = None
-        if any(i >= len(self.update.shapes) for i in self.whole.of_layer(outputs).read()):
-            if not self.must:
-                return "the update reads something of all gradients, which is known after backward"
-            if isinstance(self.guess, str):
-                return self.guess
-            guess = self.guess
-        program = self.of_shard(outputs, guess)
+        if any(map(self.whole.mixes, [*outputs, *added])):
+            return TOGETHER
+        if others := self.readers({grad}) - {*outputs, *added}:
+            k = min(others)
+            other = self.plan.leaves[k].path if k < first else "a sum"
+            return f"the update of other leaves reads its gradient: {other}"
+        program = self.of_shard([*outputs, *added], grad)
         if isinstance(program, str):
             return program
         given = sorted(program.read() - {grad, *part.inputs})
-        given = [i for i in given if i < len(self.update.shapes)]  # what follows is guessed
         if any(i >= len(self.leaves) for i in given):
             return "the update reads a field that the loss returns"
         sharded = [i for i in given if self.leaves[i].update.dim is not None]
@@ -197,52 +188,66 @@ class InBackward:
             return TOGETHER
         if any(isinstance(value, Tracer) for value in program.constants.values()):
             return "the update closes over a traced array"
+        assert self.shard is not None
+        *_, numbers, unknown = self.shard
+        known = program.used.intersection(numbers + unknown)
+        if known and not self.must:
+            return GLOBAL + "which is known after backward"
+        needed = self.guess.decides(program, numbers) if known else frozenset[int]()
+        if needed is None or not known.issubset(numbers):
+            return GLOBAL + "and that has no usual value"
         stacks = (param, *(i for i in part.inputs if i != param))
-        results = [part.inputs.index(i) for i in stacks]
         dtypes = [self.leaves[i].dtype for i in stacks]
-        reads, guessed = None, range(len(self.update.shapes), len(program.invars))
-        if guess is not None:
-            assert self.shard is not None
-            reads = guess.reads(program, grad, *self.shard[:2], self.leaves[grad].update.dim)
-            if isinstance(reads, str):
-                return reads
+        new = program.cut([program.outvars[part.inputs.index(i)] for i in stacks])
+        sums = program.cut(program.outvars[len(outputs) :])
 
-        def apply(grad_of: Array, layers: Sequence[Array], read: Sequence[Array]) -> list[Array]:
+        def run(program: Flat, grad_of: Array, layers: Sequence[Array], read: Sequence[Array]):
             inputs: list[Any] = [None] * len(program.invars)
             layers = [as_stored(*pair) for pair in zip(layers, dtypes, strict=True)]
-            places = (grad, *stacks, *given, *guessed)
-            pairs = zip(places, (grad_of, *layers, *read), strict=True)
-            for at, value in pairs:
+            values = grad_of, *layers, *read[: len(given)]
+            for at, value in zip((grad, *stacks, *given), values, strict=True):
                 inputs[at] = value
-            new = program(inputs)
-            return [as_float(new[k]) for k in results]
+            guess = zip(numbers if needed else (), read[len(given) :], strict=True)
+            return list(map(as_float, program.knowing(dict(guess))(inputs)))
 
-        own, others = (tuple(i - self.first for i in places) for places in (stacks, given))
-        return LayerUpdate(own, others, apply, reads)
+        return LayerUpdate(
+            tuple(i - self.first for i in stacks),
+            tuple(i - self.first for i in given),
+            functools.partial(run, new),
+            lambda *args: list(map(total, run(sums, *args))),
+            tuple(self.sums[k - first] for k in added),
+            needed,
+        )
 
-    def of_shard(self, outputs: Sequence[int], guess: Guess | None) -> Flat | str:
+    def readers(self, inputs: Set[int]) -> set[int]:
+        """Returns the results of the divided update that depend on some of its inputs."""
+        outvars = enumerate(self.whole.full.outvars)
+        return {k for k, v in outvars if is_var(v) and not inputs.isdisjoint(self.origins[v])}
+
+    def of_shard(self, outputs: Sequence[int], grad: int) -> Flat | str:
         """Returns the program for a device's part of a layer, or why it would compute another part.
 
         As for layers, each value of the trace of whole layers has a partner in that of a device's
-        part, and a label says how they are related, along the dimension that is sharded. What is
-        guessed are its last inputs.
+        part, and a label says how they are related, along the dimension that is sharded.
         """
         if self.shard is None:
             return OTHER_PROGRAM
-        shard, labels, mixers = self.shard
+        shard, labels, mixers, *_ = self.shard
         for k in outputs:
-            v, dim = self.whole.one.outvars[k], self.plan.leaves[k].update.dim
+            v = self.whole.one.outvars[k]
+            leaf = self.plan.leaves[k] if k < len(self.plan.leaves) else self.leaves[grad]
+            dim = leaf.update.dim
             if _rules.label(v, shard.outvars[k], labels) != (SAME if dim is None else dim):
                 return f"{mixers.get(v, 'the update')} mixes shards"
-        program = shard if guess is None else guess.taken_from(shard)
-        program = program.cut([shard.outvars[k] for k in outputs])
+        program = shard.cut([shard.outvars[k] for k in outputs])
         if any(eqn.primitive.name in ("sharding_constraint", "shard_map") for eqn in program.eqns):
             return "the update names devices"
         return program
 
     @functools.cached_property
-    def shard(self) -> tuple[Flat, dict[Any, Label], dict[Any, str]] | None:
-        """The trace of a device's part of layers with its labels, None if it is another program."""
+    def shard(self) -> tuple[Flat, dict[Any, Label], dict[Any, str], list[Var], list[Var]] | None:
+        """The trace of a device's part of layers with its labels, the numbers that it reads and
+        what else is known of all layers alone; None if it is another program."""
         shapes = list(self.update.shapes)
         dims: list[Label] = [SAME] * len(shapes)
         for i in self.plan.stacks:
@@ -252,13 +257,23 @@ class InBackward:
             part = NamedSharding(self.plan.mesh, place.local).shard_shape(place.padded(shape))
             shapes[i] = jax.ShapeDtypeStruct((1, *part[1:]), shapes[i].dtype)
         try:
-            shard = self.update.traced(shapes)
+            shard = self.update.traced(shapes).divided(self.sums)
         except Exception:  # anything: the user's optimizer may take only its own shapes
             return None
         one, known = self.whole.one, {w for _, w in self.whole.before}
         if not one.is_like(shard):
             return None
-        return shard, *_rules.labelled(one, shard, dims, lambda v, w: v in known)
+        partners = dict(zip(self.whole.full.variables, shard.variables, strict=True))
+        numbers, unknown = (
+            [partners[v] for v in each] for each in (self.guess.numbers, self.guess.unknown)
+        )
+        labels = _rules.labelled(one, shard, dims, lambda v, w: v in known)
+        return shard.knowing(dict.fromkeys(numbers + unknown)), *labels, numbers, unknown
+
+
+def total(added: Array) -> Array:
+    """Returns what a sum has of an array that it adds up: a float, as gradients are."""
+    return jnp.sum(added.astype(wide(added.dtype)))
 
 
 def _why_not(leaf: LeafPlan) -> str:

@@ -6,6 +6,7 @@ clips, and 170 lines of code here, 140 for what can be guessed (`_update/guess.p
 donate only a part of a state (`_step/donated.py`).
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,14 +19,13 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from zerojax import _compat
-from zerojax._features.in_backward import InBackward, LayerUpdate
+from zerojax._features.in_backward import InBackward, LayerUpdate, total
 from zerojax._kernel.arrays import Index, sliced, written
-from zerojax._kernel.device import at_rest, constrained
+from zerojax._kernel.device import at_rest, scattered
 from zerojax._kernel.places import LeafPlan
 from zerojax._plan.offload import PINNED
 from zerojax._state.state import PARAMS
-from zerojax._types import PyTree, is_key
-from zerojax._update.guess import Guess
+from zerojax._types import PyTree
 
 # [Note: one or two passes]
 # Backward updates each layer as if nothing were clipped, and sums the norm. If that shows that the
@@ -50,149 +50,118 @@ def stays(leaf: LeafPlan) -> bool:
     return leaf.is_on_host and leaf.kind != PARAMS
 
 
+def _spare(leaf: LeafPlan) -> LeafPlan:
+    """Returns the place of the other value, in host memory."""
+    rest = dataclasses.replace(leaf.update, memory=PINNED)
+    return leaf if stays(leaf) else dataclasses.replace(leaf, rest=rest)
+
+
 class Passes:
     """One or two runs of the program of all devices, which its updates make with a guess.
 
-    `program(values, args, closed_over, state)` is that of `Program`. `whole` makes gradients as the
-    optimizer sees them.
+    It is called like `program`, that of `Program`.
     """
 
     def __init__(
-        self,
-        program: Callable[..., tuple],
-        backward: InBackward,
-        updates: Sequence[LayerUpdate],
-        whole: Callable[[Sequence[Any]], list[Any]],
+        self, program: Callable[..., tuple], backward: InBackward, updates: Sequence[LayerUpdate]
     ) -> None:
-        assert isinstance(backward.guess, Guess)
-        self.program, self.updates, self.guess = program, updates, backward.guess
-        self.plan, self.mesh, self.whole = backward.plan, backward.plan.mesh, whole
-        reads = [update.speculates for update in updates if update.speculates]
-        self.needed = frozenset[int]().union(*(each.needed for each in reads))
+        self.program, self.backward, self.guess = program, backward, backward.guess
+        self.plan, self.mesh = backward.plan, backward.plan.mesh
+        self.needed = frozenset[int]().union(*(update.needed for update in updates))
         params = [k for k, leaf in enumerate(self.plan.leaves) if leaf.kind == PARAMS]
-        self.params = [params.index(update.stacks[0]) for update in updates]
-        # Those that backward writes over.
-        self.sent = [[k for k in u.stacks if not stays(self.plan.leaves[k])] for u in updates]
-        # Of two stacks that are alike, XLA would allocate one and copy it.
-        self.fills = itertools.count(1)
+        self.updates = {params.index(update.stacks[0]): update for update in updates}
 
-    def __call__(
-        self,
-        values: list[Array],
-        args: list[Array],
-        closed_over: list[Any],
-        state: Sequence[tuple[list[Array], list[Array], list]],
-    ) -> tuple[Any, ...]:
-        """Returns what the program does; `state` has, for each update, the leaves that change with
-        its parameter and those that it reads."""
-        others = [None if k in self.params else value for k, value in enumerate(values)]
-        fixed = others, args, closed_over, [(own, given) for own, given, _ in state]
-
-        @jax.jit  # so that JAX traces it once
-        def once(guess: list, stacks: PerUpdate, sent: PerUpdate, fixed: tuple) -> tuple:
-            return self.one_pass(guess, stacks, sent, *fixed)
-
-        guess = list(map(jnp.asarray, self.guess.values))
-        stacks, sent = self.first_stacks(values, state), self.first_sent()
-        loss, aux, grads, _, *sums = jax.eval_shape(once, guess, stacks, sent, fixed)
-        zeros, merged = _carried((loss, aux, grads, *sums))
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        once = jax.jit(self.one_pass)  # so that JAX traces it once
+        guess, empty = list(map(jnp.asarray, self.guess.values)), self.first(*inputs)
+        types, *_ = jax.eval_shape(once, inputs, guess, *empty)
 
         def turn(carry: tuple) -> tuple:
             i, _, guess, stacks, sent, _ = carry
             stacks = self.restored(i, stacks, sent)
-            loss, aux, grads, new, *sums = once(guess, stacks, sent, fixed)
-            found = self.guess.found(self.whole(grads), self.known(sums[-1]))
-            counts = [len(update.stacks) for update in self.updates]
-            stacks = [list(one[:n]) for one, n in zip(new, counts, strict=True)]
-            sent = [list(one[n:]) for one, n in zip(new, counts, strict=True)]
-            wrong = self.anywhere(self.guess.was_wrong(found, self.needed))
-            return i + 1, wrong, found, stacks, sent, _arrays((loss, aux, grads, *sums))
+            results, stacks, sent = once(inputs, guess, stacks, sent)
+            found = self.found(results)
+            wrong = self.anywhere(self.guess.is_wrong(found, self.needed))
+            return i + 1, wrong, found, stacks, sent, _carried(results)
 
         def again(carry: tuple) -> Array:
             i, wrong, *_ = carry
             return (i == 0) | ((i == 1) & wrong)
 
-        start = 0, jnp.array(False), guess, stacks, sent, zeros
+        zeros = jax.tree.map(lambda x: lax.full(x.shape, 0, x.dtype), _carried(types))
+        start = 0, jnp.array(False), guess, *empty, zeros
         with jax.named_scope(GUESSED):
-            _, _, _, stacks, _, found = lax.while_loop(again, turn, start)
-        loss, aux, grads, *sums = merged(found)
-        return loss, aux, grads, [tuple(one) for one in stacks], *sums
+            _, _, _, stacks, _, results = lax.while_loop(again, turn, start)
+        loss, aux, grads, *sums = jax.tree.map(
+            lambda like, x: np.zeros(like.shape, like.dtype) if x is None else x, types, results
+        )
+        return loss, aux, grads, list(map(tuple, stacks)), *sums
 
     def one_pass(
-        self,
-        guess: list[Array],
-        stacks: PerUpdate,
-        sent: PerUpdate,
-        others: list[Array | None],
-        args: list[Array],
-        closed_over: list[Any],
-        state: list[tuple[list[Array], list[Array]]],
-    ) -> tuple[Any, ...]:
-        """Runs the program; `state` is the old one."""
-        values, full = list(others), []
-        for k, update, (param, *new), kept, (own, given) in zip(
-            self.params, self.updates, stacks, sent, state, strict=True
-        ):
+        self, inputs: tuple, guess: list[Array], stacks: PerUpdate, sent: PerUpdate
+    ) -> tuple[tuple[Any, ...], PerUpdate, PerUpdate]:
+        """Runs the program on the old state, and returns its results, the new stacks and what they
+        were written over."""
+        (values, *fixed, state), full = inputs, []
+        values = list(values)
+        pairs = zip(self.updates.items(), stacks, sent, state, strict=True)
+        for (k, update), (param, *new), kept, (own, given, _) in pairs:
             values[k] = param
-            read = [*given, *(guess if update.speculates else [])]
-            pairs = zip(update.stacks[1:], own, strict=True)
-            old = [x if stays(self.plan.leaves[at]) else None for at, x in pairs]
-            full.append(([*new, *kept], read, [None, *old]))
-        return self.program(values, args, closed_over, full)
-
-    def first_stacks(self, values: Sequence[Array], state: Sequence[tuple]) -> PerUpdate:
-        """Returns the stacks to write to: those that there are, or new ones in host memory."""
-        stacks = []
-        for k, update, (own, *_) in zip(self.params, self.updates, state, strict=True):
             leaves = [self.plan.leaves[at] for at in update.stacks[1:]]
-            pairs = zip(leaves, own, strict=True)
-            new = [
-                at_rest(self.empty(leaf), leaf, self.mesh) if stays(leaf) else x
-                for leaf, x in pairs
+            old = [x if stays(leaf) else None for leaf, x in zip(leaves, own, strict=True)]
+            full.append(([*new, *kept], [*given, *guess * bool(update.needed)], [None, *old]))
+        loss, aux, grads, new, *sums = self.program(values, *fixed, full)
+        pairs = [(list(each), len(stack)) for each, stack in zip(new, stacks, strict=True)]
+        ends = [each[:n] for each, n in pairs], [each[n:] for each, n in pairs]
+        return (loss, aux, grads, *sums), *ends
+
+    def first(self, values: list[Array], *inputs: Any) -> tuple[PerUpdate, PerUpdate]:
+        """Returns the stacks to write to, which are there or new ones in host memory, and stacks
+        for what backward writes over."""
+        fills = itertools.count(1)  # of two stacks that are alike, XLA would allocate one
+        stacks, sent = [], []
+        for (k, update), (own, *_) in zip(self.updates.items(), inputs[-1], strict=True):
+            leaves = [self.plan.leaves[at] for at in update.stacks]
+            empty = (jnp.full(leaf.shape, next(fills), leaf.dtype) for leaf in leaves)
+            spare = [
+                at_rest(x, _spare(leaf), self.mesh) for x, leaf in zip(empty, leaves, strict=True)
             ]
-            stacks.append([values[k], *new])
-        return stacks
-
-    def first_sent(self) -> PerUpdate:
-        """Returns stacks in host memory for what backward writes over."""
-        return [[self.sent_like(self.plan.leaves[k]) for k in each] for each in self.sent]
-
-    def sent_like(self, leaf: LeafPlan) -> Array:
-        stack = _compat.stored(constrained(self.empty(leaf), leaf.update, self.mesh))
-        place = leaf.update.sharding(self.mesh).with_memory_kind(PINNED)
-        return lax.with_sharding_constraint(stack, place)
-
-    def empty(self, leaf: LeafPlan) -> Array:
-        return jnp.full(leaf.shape, next(self.fills), leaf.dtype)
+            each = list(zip(leaves, [values[k], *own], spare, strict=True))
+            stacks.append([new if stays(leaf) else x for leaf, x, new in each])
+            sent.append([new for leaf, _, new in each if not stays(leaf)])
+        return stacks, sent
 
     def restored(self, i: Array, stacks: PerUpdate, sent: PerUpdate) -> PerUpdate:
         """Returns the stacks as the first pass found them, if this is the second."""
 
-        def turn(
-            at: list[int], leaves: list[LeafPlan], kept: list[Array], k: Index, own: list
-        ) -> list:
-            own = list(own)
-            for n, leaf, stack in zip(at, leaves, kept, strict=True):
-                layer = _compat.fetched(sliced(stack, k))
-                if _compat.is_on_host(own[n]):
-                    layer = _compat.stored(layer)
-                else:
-                    layer = constrained(layer, leaf.rest.on_device, self.mesh)
-                own[n] = written(own[n], layer, k)
-            return own
+        def turn(update: LayerUpdate, sent: list[Array], k: Index, stacks: list) -> list:
+            stacks, old = list(stacks), iter(sent)
+            for n, leaf in enumerate(self.plan.leaves[at] for at in update.stacks):
+                if not stays(leaf):
+                    layer = at_rest(_compat.fetched(sliced(next(old), k)), leaf, self.mesh)
+                    stacks[n] = written(stacks[n], layer, k)
+            return stacks
 
-        found = []
-        for update, each, own, kept in zip(self.updates, self.sent, stacks, sent, strict=True):
-            at = [update.stacks.index(k) for k in each]
-            put = functools.partial(turn, at, [self.plan.leaves[k] for k in each], kept)
-            with jax.named_scope(RESTORED):
-                found.append(lax.fori_loop(0, i * len(own[0]), put, own))
-        return found
+        with jax.named_scope(RESTORED):
+            return [
+                lax.fori_loop(0, i * len(each[0]), functools.partial(turn, update, old), each)
+                for update, each, old in zip(self.updates.values(), stacks, sent, strict=True)
+            ]
 
-    def known(self, sums: Sequence[Sequence[Array]]) -> dict[int, Array]:
-        """Returns sums over gradients by the equations that they are the results of."""
-        pairs = zip(self.updates, sums, strict=True)
-        return {k: x for update, own in pairs for k, x in zip(update.sums, own, strict=True)}
+    def found(self, results: tuple[Any, ...]) -> list[Array]:
+        """Returns the guessed numbers as they are, after a pass."""
+        _, _, grads, _, sums = results
+        pairs = zip(self.updates.values(), sums, strict=True)
+        totals = {k: x for update, each in pairs for k, x in zip(update.sums, each, strict=True)}
+        # Of what is updated after backward, from whole gradients.
+        others = [k for k in self.guess.sums if k not in totals]
+        program = self.guess.added(others)
+        inputs: list[Any] = [None] * len(program.invars)
+        values = [*grads, *self.backward.state]
+        for at in program.read():
+            inputs[at] = scattered(values[at], self.backward.leaves[at], self.mesh)
+        totals |= dict(zip(others, map(total, program(inputs)), strict=True))
+        return self.guess.following(totals)
 
     def anywhere(self, wrong: Array) -> Array:
         """Returns whether the guess was wrong for any device, so that all of them go on alike."""
@@ -206,30 +175,6 @@ class Passes:
         return jax.shard_map(ask, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(wrong)
 
 
-def _arrays(results: PyTree) -> list[Array]:
-    """Returns the leaves that a loop can carry: not the gradients of keys and integers."""
-    return [x for x in jax.tree.leaves(results) if x.dtype != jax.dtypes.float0]
-
-
-def _carried(shapes: PyTree) -> tuple[list[Array], Callable[[Sequence[Array]], PyTree]]:
-    """Returns zeros for a loop to carry such results, and a function that makes results of them."""
-    leaves, treedef = jax.tree.flatten(shapes)
-
-    def merged(found: Sequence[Array]) -> PyTree:
-        each = iter(found)
-        is_none = [x.dtype == jax.dtypes.float0 for x in leaves]
-        pairs = zip(leaves, is_none, strict=True)
-        return treedef.unflatten(
-            np.zeros(x.shape, x.dtype) if none else next(each) for x, none in pairs
-        )
-
-    return list(map(_zeros, _arrays(shapes))), merged
-
-
-def _zeros(shape: Any) -> Array:
-    if not is_key(shape):
-        return jnp.zeros(shape.shape, shape.dtype)
-    words = jax.eval_shape(jax.random.key_data, shape)
-    return jax.random.wrap_key_data(
-        jnp.zeros(words.shape, words.dtype), impl=jax.random.key_impl(shape)
-    )
+def _carried(results: PyTree) -> PyTree:
+    """Returns what a loop can carry: not the gradients of keys and integers."""
+    return jax.tree.map(lambda x: None if x.dtype == jax.dtypes.float0 else x, results)

@@ -138,9 +138,8 @@ def loss_and_grads(
     ]
     sharded = program.on_all_devices() if sent is None else _witness.watched(program, sent)
     like = functools.partial(plan.like_params, shapes=shapes)
-    passes = None
     if program.guess is not None and backward is not None:
-        passes = sharded = Passes(sharded, backward, program.updated, like)
+        sharded = Passes(sharded, backward, program.updated)
 
     def run(*inputs: PyTree) -> Results:
         loss, aux, grads, *others = sharded(*inputs)
@@ -164,14 +163,13 @@ def loss_and_grads(
     loss, checksums = (loss, None) if sent is None else loss
     grads = treedef.unflatten(grads) if options.differentiates else None
     done: dict[int, Array] = {}
-    for update, stacks in zip(program.updated, new, strict=True):
+    known: dict[int, Array] = {}
+    for update, stacks, totals in zip(program.updated, new, sums, strict=True):
         done.update(zip(update.stacks, stacks, strict=True))
+        known.update(zip(update.sums, totals, strict=True))
     normed = {at for k in program.normed for at in program.rolled.stacks[k]}
     norms = list(map(jnp.sqrt, squares))
-    known, kept = {}, frozenset[int]()
-    if passes is not None:
-        known = passes.guess.known(passes.known(sums))
-        kept = frozenset(at for at in done if stays(plan.leaves[at]))
+    kept = frozenset(at for at in done if program.guess and stays(plan.leaves[at]))
     told = program.rolled.told
     return Graded(loss, aux, grads, done, norms, normed, known, kept, told, checksums)
 

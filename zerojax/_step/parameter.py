@@ -167,14 +167,13 @@ class StepParam(Param):
             rest, *others = layers[: len(update.stacks)]
             grad = self.mean(grad[None], remaining)
             squares = jnp.sum(jnp.square(grad.astype(wide(grad.dtype))))
-            sums = update.speculates.of_grad(grad) if update.speculates else []
-            # In one fusion with that sum, XLA would not write the new layers into their stacks.
-            grad = lax.optimization_barrier(grad)
+            # In one fusion with a sum, XLA would not write the new layers into their stacks.
+            summed, grad = grad, lax.optimization_barrier(grad)
             with jax.named_scope("optimizer"):
-                own = self.own_part(rest)
-            pairs = zip(old, [own, *others], strict=False)
-            kept = [layer for was, layer in pairs if was is None]
-            new, *others = update.apply(grad, [own, *others], given)
+                others = [self.own_part(rest), *others]
+            kept = [layer for was, layer in zip(old, others, strict=False) if was is None]
+            sums = update.added(summed, others, given)
+            new, *others = update.apply(grad, others, given)
             if self.leaf.rest.on_device != self.leaf.update:  # it rests whole
                 cut = self.leaf.cut(Route(self.leaf.update.axes), dtype=self.compute_dtype)
                 new = _travel.gathered(new, cut)

@@ -138,7 +138,7 @@ class Program(DeviceStep[StepParam]):
             self.params = [p if fit else q for p, q, fit in pairs]
             self.split = self.split_by(self.params)
         backward.check(self.updated)
-        if isinstance(backward.guess, Guess) and any(u.speculates for u in self.updated):
+        if any(update.needed for update in self.updated):
             self.guess = backward.guess
 
     # -- its inputs and outputs, as `shard_map` sees them
@@ -163,7 +163,7 @@ class Program(DeviceStep[StepParam]):
         own, given = self.specs_at(update.stacks[1:]), self.specs_at(update.given)
         if self.guess is None:
             return own, given, []
-        guessed = len(self.guess.scalars) if update.speculates else 0
+        guessed = len(self.guess.numbers) if update.needed else 0
         pairs = zip(update.stacks[1:], own, strict=True)
         old = [spec if stays(self.plan.leaves[at]) else None for at, spec in pairs]
         given += [PartitionSpec()] * guessed

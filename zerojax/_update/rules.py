@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
@@ -38,6 +39,7 @@ sqrt square stop_gradient sub tan tanh xor
 REDUCTIONS = """
 argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
 """
+SUMS = {"reduce_sum": jnp.floating, "reduce_or": jnp.bool_}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Flat:
     invars: list[Var]
     eqns: list[JaxprEqn]
     outvars: list[Atom]
-    constants: dict[Var, ArrayLike]
+    constants: dict[Var, Any]
 
     def __call__(self, inputs: Sequence[ArrayLike | None]) -> list[Any]:
         """Runs the program. Inputs that it never reads may be None."""
@@ -62,18 +64,34 @@ class Flat:
         eqns = alive(self.eqns, outvars, reads)
         return dataclasses.replace(self, eqns=eqns, outvars=outvars)
 
-    def knowing(self, known: Mapping[int, ArrayLike]) -> "Flat":
-        """Returns the program with the results of some equations given, by their positions."""
-        if not known:
-            return self
-        constants = {self.eqns[k].outvars[0]: value for k, value in known.items()}
-        eqns = [eqn for k, eqn in enumerate(self.eqns) if k not in known]
-        return dataclasses.replace(self, eqns=eqns, constants=self.constants | constants)
+    def knowing(self, known: Mapping[Var, Any]) -> "Flat":
+        """Returns the program with values of some variables; None for those that a caller adds."""
+        eqns = [eqn for eqn in self.eqns if known.keys().isdisjoint(eqn.outvars)]
+        return dataclasses.replace(self, eqns=eqns, constants={**self.constants, **known})
+
+    def divided(self, sums: Sequence[int]) -> "Flat":
+        """Returns the program at both sides of some sums, equations by their positions: it also
+        returns what they add up, and a caller adds the results."""
+        eqns = [self.eqns[k] for k in sums]
+        assert all(map(is_sum, eqns))
+        outvars = [*self.outvars, *(eqn.invars[0] for eqn in eqns)]
+        known = self.knowing({eqn.outvars[0]: None for eqn in eqns})
+        return dataclasses.replace(known, outvars=outvars)
+
+    @property
+    def used(self) -> set[Var]:
+        """The variables that its equations read, and its results."""
+        return {v for eqn in self.eqns for v in reads(eqn)} | set(filter(is_var, self.outvars))
 
     def read(self) -> set[int]:
         """Returns the positions of the inputs that the program reads."""
-        variables = {v for eqn in self.eqns for v in reads(eqn)} | set(filter(is_var, self.outvars))
-        return {i for i, v in enumerate(self.invars) if v in variables}
+        used = self.used
+        return {i for i, v in enumerate(self.invars) if v in used}
+
+    @property
+    def variables(self) -> list[Var]:
+        """All variables, in an order that is the same for programs that are alike."""
+        return [*self.constants, *self.invars, *(v for eqn in self.eqns for v in eqn.outvars)]
 
     def origins(self, among: Container[int]) -> dict[Any, frozenset[int]]:
         """Returns, for each variable, which of some inputs it depends on."""
@@ -86,6 +104,12 @@ class Flat:
     def is_like(self, other: "Flat") -> bool:
         """Whether two programs run the same operations in the same order."""
         return [e.primitive for e in self.eqns] == [e.primitive for e in other.eqns]
+
+
+def is_sum(eqn: JaxprEqn) -> bool:
+    """Whether an equation adds up all of an array, or asks whether anything there is true."""
+    out, of = type_of(eqn.outvars[0]), SUMS.get(eqn.primitive.name, ())
+    return of != () and out.shape == () and is_var(eqn.invars[0]) and jnp.issubdtype(out.dtype, of)
 
 
 def flat(jaxpr: Jaxpr, consts: Sequence[ArrayLike] = ()) -> Flat:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh
@@ -46,7 +47,9 @@ class Update:
         closed = jax.make_jaxpr(self.function)(list(shapes))
         program = _rules.flat(closed.jaxpr, closed.consts)
         program = program.cut(program.outvars)
-        return program.knowing(self.known)
+        known = {program.eqns[k].outvars[0]: value for k, value in self.known.items()}
+        known = {v: jnp.asarray(value, type_of(v).dtype) for v, value in known.items()}
+        return program.knowing(known).cut(program.outvars)
 
 
 def on_no_mesh() -> AbstractContextManager:
@@ -72,21 +75,26 @@ class InParts:
     """An update in parts, traced for whole stacks and for one layer of each.
 
     `streamed` has the positions of the inputs that rest in host memory or that backward updates,
-    `stacked` those of the stacks of layers.
+    `stacked` those of the stacks of layers. The programs are divided at `sums`.
     """
 
     def __init__(
-        self, update: Update, shapes: Sequence[PyTree], streamed: Set[int], stacked: Set[int]
+        self,
+        update: Update,
+        shapes: Sequence[PyTree],
+        streamed: Set[int],
+        stacked: Set[int],
+        sums: Sequence[int] = (),
     ) -> None:
-        self.streamed, self.stacked = streamed, stacked
-        self.full = update.traced(shapes)
+        self.streamed, self.stacked, self.sums = streamed, stacked, sums
+        self.full = update.traced(shapes).divided(sums)
         self.sources = self.full.origins(streamed)
         layers = [
             jax.ShapeDtypeStruct((1, *s.shape[1:]), s.dtype) if i in stacked else s
             for i, s in enumerate(shapes)
         ]
         try:
-            self.one = update.traced(layers)
+            self.one = update.traced(layers).divided(sums)
         # A user's update that takes only its own shapes may raise anything; it then runs at once.
         except Exception:
             self.one = dataclasses.replace(self.full, eqns=[])
@@ -144,12 +152,7 @@ class InParts:
         """Returns the program for the results of a part."""
         return self.full.cut([self.full.outvars[k] for k in part.outputs])
 
-    def of_layer(self, outputs: Sequence[int]) -> Flat:
-        """Returns the program for one layer of some results.
-
-        Its inputs are those of the update, and then the values that `beforehand` computes for it.
-        """
-        known = [w for _, w in self.before]
-        eqns = [e for e in self.one.eqns if not any(v in known for v in e.outvars)]
-        cut = dataclasses.replace(self.one, invars=[*self.one.invars, *known], eqns=eqns)
-        return cut.cut([self.one.outvars[k] for k in outputs])
+    def of_layer(self, outputs: Sequence[int], before: Sequence[Array]) -> Flat:
+        """Returns the program for one layer of some results, with what `beforehand` computes."""
+        known = dict(zip((w for _, w in self.before), before, strict=True))
+        return self.one.knowing(known).cut([self.one.outvars[k] for k in outputs])
