@@ -151,7 +151,7 @@ def with_norm(updates, state, params=None):
     return updates, optax.tree.norm(updates)
 
 
-def alone(update, state=optax.EmptyState()):
+def alone(update, state=()):
     return optax.GradientTransformation(lambda params: state, update)
 
 

@@ -5,7 +5,6 @@ with the optimizer state in host memory 7.8 GiB for 11.2, and 553 ms for 686 at 
 for 1143 at 12.5. Costs 210 lines of code, and 280 in `_update/`, which host memory needs as well.
 """
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence, Set
@@ -149,9 +148,7 @@ class InBackward:
         shapes = self.update.shapes
         self.sums = sums_of(self.update.traced(shapes), self.first, len(self.leaves))
         self.whole = InParts(self.update, shapes, streamed, self.plan.stacks, self.sums)
-        self.guess, full = Guess(self.whole), self.whole.full
-        origins = full.origins(range(len(full.invars)))
-        self.origins = collections.defaultdict(frozenset[int], origins)
+        self.guess = Guess(self.whole)
         params = [i for i, leaf in enumerate(self.plan.leaves, self.first) if leaf.kind == PARAMS]
         for part in self.whole.parts:
             for grad, param in enumerate(params):
@@ -221,8 +218,8 @@ class InBackward:
 
     def readers(self, inputs: Set[int]) -> set[int]:
         """Returns the results of the divided update that depend on some of its inputs."""
-        outvars = enumerate(self.whole.full.outvars)
-        return {k for k, v in outvars if is_var(v) and not inputs.isdisjoint(self.origins[v])}
+        outvars, origins = enumerate(self.whole.full.outvars), self.guess.origins
+        return {k for k, v in outvars if is_var(v) and not inputs.isdisjoint(origins.get(v, ()))}
 
     def of_shard(self, outputs: Sequence[int], grad: int) -> Flat | str:
         """Returns the program for a device's part of a layer, or why it would compute another part.

@@ -71,15 +71,21 @@ class Passes:
         params = [k for k, leaf in enumerate(self.plan.leaves) if leaf.kind == PARAMS]
         self.updates = {params.index(update.stacks[0]): update for update in updates}
 
-    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+    def __call__(
+        self, values: list[Array], args: list[Array], closed_over: list[Any], state: list[tuple]
+    ) -> tuple[Any, ...]:
+        stacks, sent, old = self.first(values, state)
+        given = [given for _, given, _ in state]
+        others = [None if k in self.updates else value for k, value in enumerate(values)]
+        fixed = others, args, closed_over, list(zip(given, old, strict=True))
         once = jax.jit(self.one_pass)  # so that JAX traces it once
-        guess, empty = list(map(jnp.asarray, self.guess.values)), self.first(*inputs)
-        types, *_ = jax.eval_shape(once, inputs, guess, *empty)
+        guess = list(map(jnp.asarray, self.guess.values))
+        types, *_ = jax.eval_shape(once, fixed, guess, stacks, sent)
 
         def turn(carry: tuple) -> tuple:
             i, _, guess, stacks, sent, _ = carry
             stacks = self.restored(i, stacks, sent)
-            results, stacks, sent = once(inputs, guess, stacks, sent)
+            results, stacks, sent = once(fixed, guess, stacks, sent)
             found = self.found(results)
             wrong = self.anywhere(self.guess.is_wrong(found, self.needed))
             return i + 1, wrong, found, stacks, sent, _carried(results)
@@ -89,7 +95,7 @@ class Passes:
             return (i == 0) | ((i == 1) & wrong)
 
         zeros = jax.tree.map(lambda x: lax.full(x.shape, 0, x.dtype), _carried(types))
-        start = 0, jnp.array(False), guess, *empty, zeros
+        start = 0, jnp.array(False), guess, stacks, sent, zeros
         with jax.named_scope(GUESSED):
             _, _, _, stacks, _, results = lax.while_loop(again, turn, start)
         loss, aux, grads, *sums = jax.tree.map(
@@ -98,38 +104,35 @@ class Passes:
         return loss, aux, grads, list(map(tuple, stacks)), *sums
 
     def one_pass(
-        self, inputs: tuple, guess: list[Array], stacks: PerUpdate, sent: PerUpdate
+        self, fixed: tuple, guess: list[Array], stacks: PerUpdate, sent: PerUpdate
     ) -> tuple[tuple[Any, ...], PerUpdate, PerUpdate]:
         """Runs the program on the old state, and returns its results, the new stacks and what they
         were written over."""
-        (values, *fixed, state), full = inputs, []
-        values = list(values)
-        pairs = zip(self.updates.items(), stacks, sent, state, strict=True)
-        for (k, update), (param, *new), kept, (own, given, _) in pairs:
+        ((*values,), *inputs, read), state = fixed, []
+        pairs = zip(self.updates.items(), stacks, sent, read, strict=True)
+        for (k, update), (param, *new), kept, (given, old) in pairs:
             values[k] = param
-            leaves = [self.plan.leaves[at] for at in update.stacks[1:]]
-            old = [x if stays(leaf) else None for leaf, x in zip(leaves, own, strict=True)]
-            full.append(([*new, *kept], [*given, *guess * bool(update.needed)], [None, *old]))
-        loss, aux, grads, new, *sums = self.program(values, *fixed, full)
-        pairs = [(list(each), len(stack)) for each, stack in zip(new, stacks, strict=True)]
+            state.append(([*new, *kept], [*given, *guess * bool(update.needed)], old))
+        loss, aux, grads, new, *sums = self.program(values, *inputs, state)
+        pairs = [(list(each), len(own)) for each, own in zip(new, stacks, strict=True)]
         ends = [each[:n] for each, n in pairs], [each[n:] for each, n in pairs]
         return (loss, aux, grads, *sums), *ends
 
-    def first(self, values: list[Array], *inputs: Any) -> tuple[PerUpdate, PerUpdate]:
-        """Returns the stacks to write to, which are there or new ones in host memory, and stacks
-        for what backward writes over."""
+    def first(self, values: list[Array], state: list[tuple]) -> Sequence[PerUpdate]:
+        """Returns the stacks to write to, which are there or new ones in host memory, those for
+        what backward writes over, and the old ones that stay."""
         fills = itertools.count(1)  # of two stacks that are alike, XLA would allocate one
-        stacks, sent = [], []
-        for (k, update), (own, *_) in zip(self.updates.items(), inputs[-1], strict=True):
+        stacks, sent, old = [], [], []
+        for (k, update), (own, *_) in zip(self.updates.items(), state, strict=True):
             leaves = [self.plan.leaves[at] for at in update.stacks]
-            empty = (jnp.full(leaf.shape, next(fills), leaf.dtype) for leaf in leaves)
-            spare = [
-                at_rest(x, _spare(leaf), self.mesh) for x, leaf in zip(empty, leaves, strict=True)
-            ]
-            each = list(zip(leaves, [values[k], *own], spare, strict=True))
-            stacks.append([new if stays(leaf) else x for leaf, x, new in each])
-            sent.append([new for leaf, _, new in each if not stays(leaf)])
-        return stacks, sent
+            empty = [jnp.full(leaf.shape, next(fills), leaf.dtype) for leaf in leaves]
+            places = zip(empty, map(_spare, leaves), strict=True)
+            new = [at_rest(x, place, self.mesh) for x, place in places]
+            each = list(zip(map(stays, leaves), [values[k], *own], new, strict=True))
+            stacks.append([new if is_kept else x for is_kept, x, new in each])
+            sent.append([new for is_kept, _, new in each if not is_kept])
+            old.append([x if is_kept else None for is_kept, x, _ in each])
+        return stacks, sent, old
 
     def restored(self, i: Array, stacks: PerUpdate, sent: PerUpdate) -> PerUpdate:
         """Returns the stacks as the first pass found them, if this is the second."""

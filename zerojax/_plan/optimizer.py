@@ -185,7 +185,7 @@ def moments(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree)
 
     with on_no_mesh():
         program = Update(init, values).traced(values)
-    read = program.origins(range(len(values)))
+    read = program.origins(dict(enumerate(program.invars)))
     own = [(leaf, PartitionSpec()) for leaf in leaves_with_paths((params,))]
     are_moments = []
     for leaf, start in zip(leaves_with_paths(opt_state), program.outvars, strict=True):

@@ -18,13 +18,13 @@ class PartlyDonated:
     """Like `jax.jit(function, donate_argnums=0)`; the leaves at `kept` are read to the end."""
 
     def __init__(
-        self, function: Callable[..., PyTree], kept: Collection[int], **options: Any
+        self, function: Callable[..., PyTree], kept: Collection[int], options: Any
     ) -> None:
         self.function, self.kept, self.options = function, kept, options
-        self.whole: Any = jax.jit(function, **options)
-        self.by_tree: dict[Any, tuple[Any, set[int]]] = {}
+        self.whole: Any = jax.jit(function, compiler_options=options)
+        self.by_tree: dict[Any, tuple[Any, list[int]]] = {}
 
-    def _flat(self, args: tuple, named: dict[str, PyTree]) -> tuple[Any, set[int], list]:
+    def _flat(self, args: tuple, named: dict[str, PyTree]) -> tuple[Any, list[int], list]:
         """Returns the function of leaves, which of them it keeps, and the leaves."""
         leaves, treedef = jax.tree.flatten((args, named))
         if treedef not in self.by_tree:
@@ -33,17 +33,17 @@ class PartlyDonated:
                 args, named = treedef.unflatten(leaves)
                 return self.function(*args, **named)
 
-            names, places = [""] * len(leaves), treedef.unflatten(range(len(leaves)))
-            bound = inspect.signature(self.function).bind(*places[0], **places[1]).arguments
-            for name, tree in bound.items():
-                for path, at in jax.tree_util.tree_leaves_with_path(tree):
-                    names[at] = name + jax.tree_util.keystr(path)
-            state = jax.tree.leaves(next(iter(bound.values())))
-            kept = {state[k] for k in self.kept}
-            donated = [at for at in state if at not in kept]
+            args, named = treedef.unflatten(range(len(leaves)))
+            bound = inspect.signature(self.function).bind(*args, **named).arguments
+            paths = jax.tree_util.tree_leaves_with_path(dict(bound))
+            names = {at: path[0].key + jax.tree_util.keystr(path[1:]) for path, at in paths}
             flat.__name__ = self.function.__name__
-            _compat.name_arguments(flat, names)
-            self.by_tree[treedef] = jax.jit(flat, donate_argnums=donated, **self.options), kept
+            _compat.name_arguments(flat, [names[at] for at in range(len(leaves))])
+            state = jax.tree.leaves(next(iter(bound.values())))
+            kept = [state[k] for k in self.kept]
+            donated = [at for at in state if at not in kept]
+            jitted = jax.jit(flat, donate_argnums=donated, compiler_options=self.options)
+            self.by_tree[treedef] = jitted, kept
         return *self.by_tree[treedef], leaves
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:

@@ -188,8 +188,7 @@ class Step:
             options |= dict(self.recipe.options.compiler_options or {})
             jitted = self.make_jit(compiler_options=options) if options else self.without_options
             if plan is not None and (kept := self._kept_for(plan, trace)):
-                options_of_jit = {"compiler_options": options} if options else {}
-                jitted = PartlyDonated(self.function, kept, **options_of_jit)
+                jitted = PartlyDonated(self.function, kept, options or None)
             self.by_plan[plan] = jitted, options
         jitted, _ = self.by_plan[plan]
         # Looking for tracers takes time at each step; on CPUs both functions are one.

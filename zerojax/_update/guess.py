@@ -34,36 +34,28 @@ def sums_of(program: Flat, grads: int, leaves: int) -> list[int]:
     ends at `leaves`. It is none if that follows from another sum: a layer does not know that one.
     """
     sums = [k for k, eqn in enumerate(program.eqns) if is_sum(eqn)]
-    late = {program.eqns[k].outvars[0] for k in sums}
-    for eqn in program.divided(sums).eqns:
-        if late.intersection(reads(eqn)):
-            late.update(eqn.outvars)
-    origins = program.divided(sums).origins(range(len(program.invars)))
-
-    def divides(added: Atom) -> bool:
-        inputs = origins.get(added, frozenset())
-        return added not in late and bool(inputs) and min(inputs) < grads and max(inputs) < leaves
-
-    return [k for k in sums if divides(program.eqns[k].invars[0])]
+    results = [program.eqns[k].outvars[0] for k in sums]
+    origins = program.divided(sums).origins(dict(enumerate([*program.invars, *results])))
+    inputs = {k: origins.get(program.eqns[k].invars[0], frozenset([leaves])) for k in sums}
+    return [k for k in sums if min(inputs[k]) < grads and max(inputs[k]) < leaves]
 
 
 class Guess:
     """The numbers that updates of layers read.
 
     They follow from `sums` alone, which has the variable of each sum by its position. `unknown` are
-    values that follow from all gradients in another way, so that no layer may read them.
+    values that follow from all gradients in another way, so that no layer may read them. `origins`
+    says from which inputs or sums, which come after them, each variable follows.
     """
 
     def __init__(self, parts: InParts) -> None:
         self.full = full = parts.full
-        results = (v for v, value in full.constants.items() if value is None)
-        self.sums = dict(zip(parts.sums, results, strict=True))
-        late = set(self.sums.values())
-        for eqn in full.eqns:
-            is_late = [v in late for v in reads(eqn) if v not in full.constants or v in late]
-            if len(eqn.outvars) == 1 and is_late and all(is_late):
-                late.update(eqn.outvars)
-        scalars = {v for v in late if parts.labels.get(v) == SAME and type_of(v).shape == ()}
+        results = [v for v, value in full.constants.items() if value is None]
+        self.sums, count = dict(zip(parts.sums, results, strict=True)), len(full.invars)
+        self.origins = full.origins(dict(enumerate([*full.invars, *results])))
+        alone = [v for eqn in full.eqns if len(eqn.outvars) == 1 for v in eqn.outvars]
+        follows = {v for v in results + alone if min(self.origins.get(v, (0,))) >= count}
+        scalars = {v for v in follows if parts.labels.get(v) == SAME and type_of(v).shape == ()}
         readers = [eqn for eqn in full.eqns if not scalars.issuperset(eqn.outvars)]
         read = dict.fromkeys(v for eqn in readers for v in reads(eqn) if v in scalars)
         self.numbers = list(read)

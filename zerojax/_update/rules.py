@@ -14,7 +14,7 @@ So a result with the label 0 may be computed layer by layer. Numbers that a trac
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -93,9 +93,9 @@ class Flat:
         """All variables, in an order that is the same for programs that are alike."""
         return [*self.constants, *self.invars, *(v for eqn in self.eqns for v in eqn.outvars)]
 
-    def origins(self, among: Container[int]) -> dict[Any, frozenset[int]]:
-        """Returns, for each variable, which of some inputs it depends on."""
-        origins = {v: frozenset([i]) for i, v in enumerate(self.invars) if i in among}
+    def origins(self, first: Mapping[int, Var]) -> dict[Any, frozenset[int]]:
+        """Returns, for each variable, which of some variables it depends on."""
+        origins = {v: frozenset([i]) for i, v in first.items()}
         for eqn in self.eqns:
             sources = frozenset[int]().union(*(origins.get(v, ()) for v in reads(eqn)))
             origins.update(dict.fromkeys(eqn.outvars, sources) if sources else {})

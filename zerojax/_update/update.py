@@ -88,7 +88,7 @@ class InParts:
     ) -> None:
         self.streamed, self.stacked, self.sums = streamed, stacked, sums
         self.full = update.traced(shapes).divided(sums)
-        self.sources = self.full.origins(streamed)
+        self.sources = self.full.origins({i: self.full.invars[i] for i in streamed})
         layers = [
             jax.ShapeDtypeStruct((1, *s.shape[1:]), s.dtype) if i in stacked else s
             for i, s in enumerate(shapes)
