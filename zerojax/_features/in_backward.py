@@ -2,7 +2,7 @@
 
 Gains, modelled for 7.5B on 8 H100s (JAX 0.12): a peak of 14.7 GiB for 18.0, and 535 ms for 525;
 with the optimizer state in host memory 7.8 GiB for 11.2, and 553 ms for 686 at 50 GB/s, though 1369
-for 1143 at 12.5. Costs 210 lines of code, and 280 in `_update/`, which host memory needs as well.
+for 1143 at 12.5. Costs 250 lines of code, and 320 in `_update/`, which host memory needs as well.
 """
 
 import dataclasses
@@ -52,7 +52,6 @@ NO_STACK = "the plan does not take it for a stack of layers"
 # 7.5B on 8 H100s, modelled, c = 150, 300 and 600 ms: 553, 778 and 1369 ms in a backward of 400, and
 # 686, 837 and 1143 after it. No plan knows how fast its links are, so "auto" saves memory;
 # `zerojax.forecast` tells which is faster.
-
 
 Apply: TypeAlias = Callable[[Array, Sequence[Array], Sequence[Array]], list[Array]]
 
@@ -153,9 +152,9 @@ class InBackward:
         for part in self.whole.parts:
             for grad, param in enumerate(params):
                 if param in part.inputs:
-                    update, path = self.of_part(part, grad, param), self.leaves[grad].path
-                    results = self.why if isinstance(update, str) else self.updates
-                    results[path] = update  # type: ignore
+                    update = self.of_part(part, grad, param)
+                    results: dict[str, Any] = self.why if isinstance(update, str) else self.updates
+                    results[self.leaves[grad].path] = update
 
     def of_part(self, part: Part, grad: int, param: int) -> LayerUpdate | str:
         """Returns the update of a device's part of one layer, or why there is none."""
@@ -163,7 +162,7 @@ class InBackward:
             return part.why or NO_STACK
         # One of the stacks may be a copy of the last gradient, which reads nothing of the state.
         outputs, first = [i - self.first for i in part.inputs], len(self.plan.leaves)
-        added = [k for k in self.readers({grad, *part.inputs}) if k >= first]
+        added = sorted(k for k in self.readers({grad, *part.inputs}) if k >= first)
         if others := [k for k in part.outputs if k not in {*outputs, *added}]:
             leaves = [self.plan.leaves[k] for k in others]
             reasons = (f"its {leaf.path}: {why}" for leaf in leaves if (why := _why_not(leaf)))

@@ -2,8 +2,8 @@
 
 Gains, modelled for 7.5B on 8 H100s (JAX 0.12): 8.1 GiB and 576 ms with the optimizer state in host
 memory, for 11.2 and 689. Costs 10.1 GiB of host memory for each GPU, twice the time for a step that
-clips, and 170 lines of code here, 140 for what can be guessed (`_update/guess.py`), and 50 to
-donate only a part of a state (`_step/donated.py`).
+clips, and 120 lines of code here, 80 for what can be guessed (`_update/guess.py`), and 50 to donate
+only a part of a state (`_step/donated.py`).
 """
 
 import dataclasses
@@ -27,11 +27,12 @@ from zerojax._plan.offload import PINNED
 from zerojax._state.state import PARAMS
 from zerojax._types import PyTree
 
-# [Note: one or two passes]
+# [Note: one pass, or more]
 # Backward updates each layer as if nothing were clipped, and sums the norm. If that shows that the
-# step clips, forward and backward run once more, from the old state, with the norm. So the numbers
-# are those of an update after backward. The devices decide: the passes are a loop. (XLA's thread
-# that launches kernels reads the loop's condition, before and after a pass. Python does not wait.)
+# step clips, forward and backward run once more, from the old state, with the norm; and once more
+# for a second clip, whose norm follows from the first. So the numbers are those of an update after
+# backward. The devices decide: the passes are a loop. (XLA's thread that launches kernels reads the
+# loop's condition, before and after a pass. Python does not wait.)
 #
 # The old state stays in host memory. Moments that rest there are read from their old stacks and
 # written to new ones: no byte more is copied, and the step deletes the old ones. Stacks on
@@ -57,7 +58,7 @@ def _spare(leaf: LeafPlan) -> LeafPlan:
 
 
 class Passes:
-    """One or two runs of the program of all devices, which its updates make with a guess.
+    """The runs of the program of all devices, the first of which updates with a guess.
 
     It is called like `program`, that of `Program`.
     """
@@ -86,13 +87,13 @@ class Passes:
             i, _, guess, stacks, sent, _ = carry
             stacks = self.restored(i, stacks, sent)
             results, stacks, sent = once(fixed, guess, stacks, sent)
-            found = self.found(results)
-            wrong = self.anywhere(self.guess.is_wrong(found, self.needed))
-            return i + 1, wrong, found, stacks, sent, _carried(results)
+            numbers = self.numbers(results)
+            wrong = self.anywhere(self.guess.is_wrong(numbers, self.needed))
+            return i + 1, wrong, numbers, stacks, sent, _carried(results)
 
         def again(carry: tuple) -> Array:
             i, wrong, *_ = carry
-            return (i == 0) | ((i == 1) & wrong)
+            return (i == 0) | ((i < self.guess.passes) & wrong)
 
         zeros = jax.tree.map(lambda x: lax.full(x.shape, 0, x.dtype), _carried(types))
         start = 0, jnp.array(False), guess, stacks, sent, zeros
@@ -114,7 +115,7 @@ class Passes:
             values[k] = param
             state.append(([*new, *kept], [*given, *guess * bool(update.needed)], old))
         loss, aux, grads, new, *sums = self.program(values, *inputs, state)
-        pairs = [(list(each), len(own)) for each, own in zip(new, stacks, strict=True)]
+        pairs = [(list(each), len(stack)) for each, stack in zip(new, stacks, strict=True)]
         ends = [each[:n] for each, n in pairs], [each[n:] for each, n in pairs]
         return (loss, aux, grads, *sums), *ends
 
@@ -135,7 +136,7 @@ class Passes:
         return stacks, sent, old
 
     def restored(self, i: Array, stacks: PerUpdate, sent: PerUpdate) -> PerUpdate:
-        """Returns the stacks as the first pass found them, if this is the second."""
+        """Returns the stacks as the first pass has read them, if this is another one."""
 
         def turn(update: LayerUpdate, sent: list[Array], k: Index, stacks: list) -> list:
             stacks, old = list(stacks), iter(sent)
@@ -147,23 +148,24 @@ class Passes:
 
         with jax.named_scope(RESTORED):
             return [
-                lax.fori_loop(0, i * len(each[0]), functools.partial(turn, update, old), each)
+                lax.fori_loop(0, (i > 0) * len(each[0]), functools.partial(turn, update, old), each)
                 for update, each, old in zip(self.updates.values(), stacks, sent, strict=True)
             ]
 
-    def found(self, results: tuple[Any, ...]) -> list[Array]:
+    def numbers(self, results: tuple[Any, ...]) -> list[Array]:
         """Returns the guessed numbers as they are, after a pass."""
         _, _, grads, _, sums = results
         pairs = zip(self.updates.values(), sums, strict=True)
         totals = {k: x for update, each in pairs for k, x in zip(update.sums, each, strict=True)}
-        # Of what is updated after backward, from whole gradients.
-        others = [k for k in self.guess.sums if k not in totals]
-        program = self.guess.added(others)
-        inputs: list[Any] = [None] * len(program.invars)
         values = [*grads, *self.backward.state]
-        for at in program.read():
-            inputs[at] = scattered(values[at], self.backward.leaves[at], self.mesh)
-        totals |= dict(zip(others, map(total, program(inputs)), strict=True))
+        # Of what is updated after backward, from whole gradients.
+        for k in sorted(self.guess.sums.keys() - totals.keys()):
+            program = self.guess.added(k, totals)
+            inputs: list[Any] = [None] * len(program.invars)
+            for at in program.read():
+                inputs[at] = scattered(values[at], self.backward.leaves[at], self.mesh)
+            (added,) = program(inputs)
+            totals[k] = total(added)
         return self.guess.following(totals)
 
     def anywhere(self, wrong: Array) -> Array:

@@ -10,7 +10,7 @@ whether a norm is small is, and the factor of an update that always divides by t
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,12 @@ SHAPED = "broadcast_in_dim squeeze reshape copy optimization_barrier"
 def sums_of(program: Flat, grads: int, leaves: int) -> list[int]:
     """Returns the sums at which an update divides: equations, by their positions.
 
-    A sum adds up what follows from gradients, which are the first inputs, and from the state, which
-    ends at `leaves`. It is none if that follows from another sum: a layer does not know that one.
+    A sum adds up what follows from gradients, which are the first inputs, from the state, which
+    ends at `leaves`, and from other sums, such as the norm of a clip before it.
     """
     sums = [k for k, eqn in enumerate(program.eqns) if is_sum(eqn)]
-    results = [program.eqns[k].outvars[0] for k in sums]
-    origins = program.divided(sums).origins(dict(enumerate([*program.invars, *results])))
-    inputs = {k: origins.get(program.eqns[k].invars[0], frozenset([leaves])) for k in sums}
+    origins = program.divided(sums).origins(dict(enumerate(program.invars)))
+    inputs = {k: origins.get(program.eqns[k].invars[0], (leaves,)) for k in sums}
     return [k for k in sums if min(inputs[k]) < grads and max(inputs[k]) < leaves]
 
 
@@ -53,6 +52,9 @@ class Guess:
         results = [v for v, value in full.constants.items() if value is None]
         self.sums, count = dict(zip(parts.sums, results, strict=True)), len(full.invars)
         self.origins = full.origins(dict(enumerate([*full.invars, *results])))
+        depths: list[int] = []
+        for added in full.outvars[len(full.outvars) - len(results) :]:
+            depths.append(1 + self._depth(added, depths))
         alone = [v for eqn in full.eqns if len(eqn.outvars) == 1 for v in eqn.outvars]
         follows = {v for v in results + alone if min(self.origins.get(v, (0,))) >= count}
         scalars = {v for v in follows if parts.labels.get(v) == SAME and type_of(v).shape == ()}
@@ -60,6 +62,13 @@ class Guess:
         read = dict.fromkeys(v for eqn in readers for v in reads(eqn) if v in scalars)
         self.numbers = list(read)
         self.unknown = [v for v, _ in parts.before if v not in read]
+        # A pass with the numbers of the one before it is right about sums that follow from these.
+        self.passes = 1 + max((self._depth(v, depths) for v in read), default=0)
+
+    def _depth(self, value: Atom, depths: Sequence[int]) -> int:
+        """Returns how many sums follow one from another before this value does."""
+        sums = (i - len(self.full.invars) for i in self.origins[value])
+        return max((depths[j] for j in sums if j >= 0), default=0)
 
     @functools.cached_property
     def usual(self) -> dict[Var, np.ndarray]:
@@ -82,14 +91,17 @@ class Guess:
 
     def following(self, totals: Mapping[int, ArrayLike]) -> list[Array]:
         """Returns the numbers that follow from the results of all sums."""
-        known = {v: jnp.asarray(totals[k], type_of(v).dtype) for k, v in self.sums.items()}
-        program = self.full.knowing(known).cut([*self.numbers])
+        program = self.knowing(totals).cut([*self.numbers])
         return list(map(jnp.asarray, program([None] * len(self.full.invars))))
 
-    def added(self, sums: Iterable[int]) -> Flat:
-        """Returns the program for what some of the sums add up."""
-        added = dict(zip(self.sums, self.full.outvars[-len(self.sums) :], strict=True))
-        return self.full.cut([added[k] for k in sums])
+    def added(self, k: int, totals: Mapping[int, ArrayLike]) -> Flat:
+        """Returns the program for what a sum adds up, from the results of those before it."""
+        at = list(self.sums).index(k) - len(self.sums)
+        return self.knowing(totals).cut([self.full.outvars[at]])
+
+    def knowing(self, totals: Mapping[int, ArrayLike]) -> Flat:
+        known = {self.sums[k]: total for k, total in totals.items()}
+        return self.full.knowing({v: jnp.asarray(x, type_of(v).dtype) for v, x in known.items()})
 
     def decides(self, program: Flat, numbers: Sequence[Var]) -> frozenset[int] | None:
         """Returns which of the numbers decide what a program computes, where the others are as they
