@@ -285,9 +285,12 @@ def test_masters_in_parts_and_moments_in_codes():
 
 
 @pytest.mark.gpu_code
-def test_on_gpus_nothing_is_copied_within_host_memory():
+@pytest.mark.parametrize(
+    "tx", [CLIPPED, optax.chain(ADAM, CLIP)], ids=["clip of gradients", "clip of updates"]
+)
+def test_on_gpus_nothing_is_copied_within_host_memory(tx):
     """Nor by kernels: the audit would find it."""
-    make = functools.partial(stacks.stacks, CLIPPED, dim=512, layers=24)
+    make = functools.partial(stacks.stacks, tx, dim=512, layers=24)
     plan = zerojax.plan(make, stage=3, mesh=zerojax.aot.mesh("8xH100"), offload="opt_state")
     tokens = zerojax.aot.batch(jax.ShapeDtypeStruct((64,), "int32"), plan)
     with warnings.catch_warnings():

@@ -108,8 +108,10 @@ class Flat:
 
 def is_sum(eqn: JaxprEqn) -> bool:
     """Whether an equation adds up all of an array, or asks whether anything there is true."""
-    out, of = type_of(eqn.outvars[0]), SUMS.get(eqn.primitive.name, ())
-    return of != () and out.shape == () and is_var(eqn.invars[0]) and jnp.issubdtype(out.dtype, of)
+    if eqn.primitive.name not in SUMS or not is_var(eqn.invars[0]):
+        return False
+    out = type_of(eqn.outvars[0])
+    return out.shape == () and jnp.issubdtype(out.dtype, SUMS[eqn.primitive.name])
 
 
 def flat(jaxpr: Jaxpr, consts: Sequence[ArrayLike] = ()) -> Flat:
