@@ -3,6 +3,5 @@
 from zerojax._loss.batch import process_slice
 from zerojax._run.elastic import elastic
 from zerojax._run.processes import Watchdog, initialize, log
-from zerojax._step.blame import ReplayError
 
-__all__ = ["ReplayError", "Watchdog", "elastic", "initialize", "log", "process_slice"]
+__all__ = ["Watchdog", "elastic", "initialize", "log", "process_slice"]

@@ -52,7 +52,7 @@ def main():
     zerojax.initialize()
     changed.calls, changed.first, messages = 0, np.inf, []
     state, batch = zerojax.shard_train_state(make_state), zerojax.shard_batch(np.ones((4, 8), "f"))
-    step = zerojax.train_step(loss, replay_every=2)
+    step = zerojax.tools.replayed(zerojax.train_step(loss), every=2)
     for _ in range(2):
         state, _ = step(state, batch)
     jax.block_until_ready(state)  # the step before this one
@@ -66,7 +66,8 @@ def main():
     b = state.params["b"]
     b = jax.make_array_from_single_device_arrays(b.shape, b.sharding, parts)
     state = state.replace(params={**state.params, "b": b})
-    messages.append(told(zerojax.train_step(loss, replay_every=1), state, batch))
+    step = zerojax.tools.replayed(zerojax.train_step(loss), every=1)
+    messages.append(told(step, state, batch))
     path = pathlib.Path(f"{options.directory}.{jax.process_index()}.txt")
     path.write_text("\n".join(messages))
 
@@ -74,7 +75,7 @@ def main():
 def told(step, *args):
     try:
         step(*args)
-    except zerojax.run.ReplayError as error:
+    except zerojax.tools.ReplayError as error:
         return str(error)
     raise AssertionError("nothing was raised")
 

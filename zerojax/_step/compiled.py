@@ -24,7 +24,6 @@ from zerojax._plan.plan import Plan
 from zerojax._run import programs as _programs
 from zerojax._run.agreement import Known
 from zerojax._state import refusals as _refusals
-from zerojax._step.replay import Replays
 from zerojax._types import PyTree
 
 FIRST_LINE = b"zerojax step\n"
@@ -46,7 +45,6 @@ class CompiledStep:
     plan: Plan
     facts: Facts
     known: Known | None  # a call that all processes have compared
-    replays: Replays | None = None
     program: bytes = b""  # from a file: JAX may not write again what it has loaded
 
     def __repr__(self) -> str:
@@ -65,8 +63,6 @@ class CompiledStep:
             args = _move.own(args, self.plan.mesh.devices.flat)
             (_, *places), _ = self.executable.input_shardings
             args = jax.device_put(args, tuple(places))
-            if self.replays is not None:
-                self.replays(self.plan, state, *args)
             return at_rest(self.executable(state, *args), self.plan)
 
     def as_text(self) -> str:

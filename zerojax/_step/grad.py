@@ -15,7 +15,6 @@ from jax.extend.core import Jaxpr
 
 from zerojax import _axis_types, _compat
 from zerojax._declared import takes
-from zerojax._features import witness as _witness
 from zerojax._features.in_backward import InBackward, NoGradientError
 from zerojax._features.speculate import Passes, stays
 from zerojax._kernel.jaxprs import is_var, reads, type_of
@@ -109,7 +108,6 @@ class Graded(NamedTuple):
     sums: dict[int, Array]  # over gradients that backward used, for the update of all other leaves
     kept: frozenset[int]  # leaves that it needs to its end, as they were
     told: list[str]  # of layers that are rolled up, and those that are not
-    sent: Array | None  # checksums of what each device sends
 
 
 @_axis_types.auto_axes()
@@ -120,10 +118,8 @@ def loss_and_grads(
     params: PyTree,
     args: Sequence[PyTree],
     backward: InBackward | None = None,
-    sent: list[str] | None = None,
 ) -> "Graded":
-    """Runs the loss. Gradients are padded where the parameters are. With `sent`, which gets the
-    names of its collectives, the program also sums up what devices send."""
+    """Runs the loss. Gradients are padded where the parameters are."""
     plan.check_params(params)
     values, treedef = jax.tree.flatten(plan.pad_params(params))
     shapes = [np.shape(value) for value in jax.tree.leaves(params)]
@@ -136,7 +132,7 @@ def loss_and_grads(
         ([leaves[at] for at in update.stacks[1:]], [leaves[at] for at in update.given], [])
         for update in program.updated
     ]
-    sharded = program.on_all_devices() if sent is None else _witness.watched(program, sent)
+    sharded = program.on_all_devices()
     like = functools.partial(plan.like_params, shapes=shapes)
     if program.guess is not None and backward is not None:
         sharded = Passes(sharded, backward, program.updated)
@@ -159,8 +155,7 @@ def loss_and_grads(
     except NoGradientError as error:
         if backward:
             backward.leave(error.args)
-        return loss_and_grads(loss_fn, plan, options, params, args, backward, sent)
-    loss, checksums = (loss, None) if sent is None else loss
+        return loss_and_grads(loss_fn, plan, options, params, args, backward)
     grads = treedef.unflatten(grads) if options.differentiates else None
     done: dict[int, Array] = {}
     known: dict[int, Array] = {}
@@ -171,7 +166,7 @@ def loss_and_grads(
     norms = list(map(jnp.sqrt, squares))
     kept = frozenset(at for at in done if program.guess and stays(plan.leaves[at]))
     told = program.rolled.told
-    return Graded(loss, aux, grads, done, norms, normed, known, kept, told, checksums)
+    return Graded(loss, aux, grads, done, norms, normed, known, kept, told)
 
 
 def _program(

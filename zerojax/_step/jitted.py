@@ -1,6 +1,5 @@
 """A step as a jitted function, which each plan compiles with the XLA options that it needs."""
 
-import dataclasses
 import functools
 import math
 import os
@@ -29,10 +28,8 @@ from zerojax._progress import working
 from zerojax._run import agreement as _agreement
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import shape_dtype
-from zerojax._step.blame import DETERMINISTIC
 from zerojax._step.compiled import PROGRAM, CompiledStep, Facts, at_rest, loaded, read, short
 from zerojax._step.donated import PartlyDonated
-from zerojax._step.replay import Replays
 from zerojax._step.step_options import Recipe
 from zerojax._types import PyTree, kinds_of
 
@@ -79,13 +76,8 @@ def _spelled_as_planned(args: Sequence[PyTree], plan: Plan, specs: PyTree) -> li
 class Step:
     """A jitted step, used like a function that `jax.jit` returns."""
 
-    def __init__(
-        self,
-        function: Callable[..., PyTree],
-        recipe: Recipe,
-        replays: Replays | None = None,
-    ) -> None:
-        self.recipe, self.replays = recipe, replays
+    def __init__(self, function: Callable[..., PyTree], recipe: Recipe) -> None:
+        self.recipe = recipe
         # Looking for infinities, JAX runs it a second time on the same state (`_loss/nans.py`).
         self.donates = recipe.options.donate and not jax.config.jax_debug_infs
         donated = (0,) if self.donates else ()
@@ -117,8 +109,6 @@ class Step:
                 own = functools.partial(_move.own, devices=plan.mesh.devices.flat)
                 others = own(others)
                 named = {name: x if name == "state" else own(x) for name, x in named.items()}
-                if self.replays is not None:
-                    self.replays(plan, *args[:1], *others, **named)
             return at_rest(jitted(*args[:1], *others, **named), plan)
 
     def compile(self, *args: PyTree) -> CompiledStep:
@@ -128,17 +118,13 @@ class Step:
             on_cpus = plan.mesh.devices.flat[0].platform == "cpu"
             compiled = _compat.compiled_anew if on_cpus else jax.stages.Lowered.compile
             with working("compiling the step"):
-                replays = None if self.replays is None else self.replays.compiled(args)
-                return CompiledStep(compiled(lowered), plan, facts, known, replays)
+                return CompiledStep(compiled(lowered), plan, facts, known)
 
     def load(self, path: str | os.PathLike[str], *args: PyTree) -> CompiledStep:
         """Loads what `compile(*args).save(path)` has written; see `zerojax.load_step`."""
         written = read(path)
         with _arguments.explained(args, {}, self.recipe.plan):
-            step = loaded(path, *written, *self._lowered(args))
-            if self.replays is None:
-                return step
-            return dataclasses.replace(step, replays=self.replays.compiled(args))
+            return loaded(path, *written, *self._lowered(args))
 
     def _lowered(
         self, args: Sequence[PyTree]
@@ -231,10 +217,6 @@ class Step:
         finds = not _compat.uses_host(jaxpr) or _host_state.are_found(device)
         if how.is_layered or not finds:
             options.pop(_xla_options.DOUBLE_BUFFER, None)
-        # Without a GPU to try kernels on, XLA has no deterministic matmul to choose.
-        runs = _compat.is_gpu(device) and not _compat.is_compile_only(device)
-        if runs and self.recipe.sent is not None:
-            options[DETERMINISTIC] = True
         return options
 
     def facts(self, plan: Plan, shapes: str, program: str) -> Facts:

@@ -1,6 +1,5 @@
 """The step: loss, gradients, the user's own optimizer update, every sharding constrained."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -23,7 +22,6 @@ from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step.grad import grad_norm, loss_and_grads
 from zerojax._step.jitted import Step
 from zerojax._step.parameter import StepParam
-from zerojax._step.replay import SENT, Replays
 from zerojax._step.step_options import EvalOptions, Recipe, TrainOptions, precision_of
 from zerojax._types import PyTree, is_key
 from zerojax._update.update import Update
@@ -59,22 +57,14 @@ def train_step(loss_fn: Callable[..., PyTree], options: TrainOptions) -> Step:
         4096.0 (8, 16)
     """
     _arguments.check_loss(loss_fn)
-    replays = None
-    if options.replay_every is not None:
-        alike = dataclasses.replace(options, donate=False, replay_every=None)
-        sent: dict[Plan, list[str]] = {}
-        checking = _step_of(Recipe(loss_fn, alike, sent=sent))
-        replays = Replays(options.replay_every, checking, sent)
-    return _step_of(Recipe(loss_fn, options), replays)
+    recipe = Recipe(loss_fn, options)
 
-
-def _step_of(recipe: Recipe, replays: Replays | None = None) -> Step:
     @_axis_types.auto_axes()
     def step(state: PyTree, batch: PyTree, rng: PyTree = None) -> tuple[PyTree, dict[str, PyTree]]:
         args = (batch,) if rng is None else (batch, rng)
         return _train(recipe, *_axis_types.computed_with((state, args)))
 
-    return Step(step, recipe, replays)
+    return Step(step, recipe)
 
 
 def _train(
@@ -99,9 +89,8 @@ def _train(
     if wanted and update is not None:
         must = recipe.options.update == "backward"
         backward = _in_backward.InBackward(plan, state, update, must)
-    sent = None if recipe.sent is None else recipe.sent.setdefault(plan, [])
     params = _state.get_params(state)
-    graded = loss_and_grads(loss_fn, plan, recipe.options, params, args, backward, sent)
+    graded = loss_and_grads(loss_fn, plan, recipe.options, params, args, backward)
     aux, done = graded.aux, graded.done
     recipe.layers[plan], recipe.kept[plan] = graded.told, graded.kept
     loss, grads, norms = _finite.unscaled((graded.loss, graded.grads, graded.norms), scale)
@@ -126,8 +115,6 @@ def _train(
         metrics["loss_scale"] = scale.scale
     if aux is not None:
         metrics["aux"] = aux
-    if graded.sent is not None:
-        metrics[SENT] = graded.sent
     # Without donation the old parameters are still the user's: do not gather into their memory.
     into = state if recipe.options.donate else None
     return plan.constrain(new_state, into=into, resting=done), metrics

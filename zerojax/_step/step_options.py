@@ -86,15 +86,6 @@ def _compiler_options(options: object) -> object:
     return options
 
 
-def _every(count: object) -> object:
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise ValueError(
-            f"replay_every={count!r} must be 1 or more: the first step and each so many later ones "
-            "run twice. Leave it out for none."
-        )
-    return count
-
-
 PLAN = option(
     None, "the plan, for states that do not carry an optimizer (tuples, dicts).", check=_plan
 )
@@ -120,7 +111,6 @@ class LossOptions(Options):
     skip_nonfinite = False
     donate = False
     compiler_options = None
-    replay_every = None
     mutable = ()
 
     precision: Precision | None = option(
@@ -260,14 +250,6 @@ class StepOptions(GradOptions):
         "as in `jax.jit`; they override those that the step chooses on GPUs and TPUs.",
         check=_compiler_options,
     )
-    replay_every: int | None = option(
-        None,
-        """before the first step, and each so many later ones, run the step twice by a program of
-        its own that keeps the state, and compare all bits. Where they differ, every process raises
-        `zerojax.run.ReplayError` with the device that computed something else, and the state stays
-        as it was. Such a step takes three times as long, and the memory of a second state.""",
-        check=_every,
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -399,8 +381,6 @@ class Recipe:
     layers: dict[Plan, list[str]] = dataclasses.field(default_factory=dict, compare=False)
     # The leaves of a state, by position, whose old value a step needs to its end.
     kept: dict[Plan, frozenset[int]] = dataclasses.field(default_factory=dict, compare=False)
-    # Of a step that others are checked by: what its devices send, in the order of the program.
-    sent: dict[Plan, list[str]] | None = dataclasses.field(default=None, compare=False)
 
     @functools.cached_property
     def plan(self) -> Plan | None:

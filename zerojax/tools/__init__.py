@@ -15,6 +15,8 @@ if typing.TYPE_CHECKING:
     from zerojax.tools._forecast.study import study as study
     from zerojax.tools._hlo.gpus import Rates as Rates, rates_of as rates_of
     from zerojax.tools._meter import Meter as Meter
+    from zerojax.tools._replay.blame import ReplayError as ReplayError
+    from zerojax.tools._replay.replayed import replayed as replayed
     from zerojax.tools._verify.compare import Verification as Verification
     from zerojax.tools._verify.verify import verify as verify
 
@@ -27,6 +29,8 @@ _EXPORTS = {  # imported when they are first used
     "_forecast.study": ["study"],
     "_hlo.gpus": ["Rates", "rates_of"],
     "_meter": ["Meter"],
+    "_replay.blame": ["ReplayError"],
+    "_replay.replayed": ["replayed"],
     "_verify.compare": ["Verification"],
     "_verify.verify": ["verify"],
 }

@@ -1,4 +1,4 @@
-"""`replay_every=`: which device is named, and that a healthy run is the run without it."""
+"""`zerojax.tools.replayed`: which device is named, and that a healthy run is the run without it."""
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,8 @@ def test_the_device_is_named_and_nothing_is_lost(where):
     fault = Fault()
     change = getattr(fault, where.replace("compiled", "in_backward"))
     state = zerojax.shard_train_state(make_state, stage=3)
-    step = zerojax.train_step(lambda params, x: layers(params, x, change), replay_every=2)
+    step = zerojax.train_step(lambda params, x: layers(params, x, change))
+    step = zerojax.tools.replayed(step, every=2)
     if where == "compiled":
         step = step.compile(state, ROWS)
     passed = []
@@ -77,7 +78,9 @@ def test_the_device_is_named_and_nothing_is_lost(where):
     both = passed[0] - (passed[1] - passed[0])  # runs that check; the second step is not checked
     assert both >= 6 and both % 2 == 0, passed
     fault.flips = {passed[1] + both // 2 + 1}  # in the second of them, before the next step
-    with pytest.raises(zerojax.run.ReplayError, match=rf"device {BROKEN} \(process 0 on") as raised:
+    with pytest.raises(
+        zerojax.tools.ReplayError, match=rf"device {BROKEN} \(process 0 on"
+    ) as raised:
         step(state, ROWS)
     assert raised.value.devices == (jax.devices()[BROKEN],)
     assert "params/w" in raised.value.leaves
@@ -87,10 +90,18 @@ def test_the_device_is_named_and_nothing_is_lost(where):
     assert int(new.step) == 3 and set(metrics) == {"loss", "grad_norm"}
 
 
-def run(replay_every, placed, options, calls=3):
+def same(step):
+    return step
+
+
+def every_second(step):
+    return zerojax.tools.replayed(step, every=2)
+
+
+def run(wrapped, placed, options, calls=3):
     """The state after some calls, and metrics; each call gives the old state away."""
     state = zerojax.shard_train_state(make_state, **placed)
-    step = zerojax.train_step(layers, replay_every=replay_every, **options)
+    step = wrapped(zerojax.train_step(layers, **options))
     for _ in range(calls):
         old = jax.tree.leaves(state.params)
         state, metrics = step(state, ROWS)
@@ -115,22 +126,22 @@ def run(replay_every, placed, options, calls=3):
     ids=["accumulate", "offload in backward", "explicit axes"],
 )
 def test_a_healthy_run_gives_the_same_bits(placed, options):
-    assert run(2, placed, options) == run(None, placed, options)
+    assert run(every_second, placed, options) == run(same, placed, options)
 
 
 def test_nnx():
-    def trained(replay_every):
+    def trained(wrapped):
         model = nnx.Sequential(
             nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
         )
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
         zerojax.nnx.shard(model, optimizer, stage=3)
         loss = lambda model, x: jnp.mean((model(x) - 1) ** 2)
-        step = zerojax.nnx.train_step(loss, replay_every=replay_every)
+        step = wrapped(zerojax.nnx.train_step(loss))
         losses = [step(model, optimizer, ROWS)["loss"] for _ in range(3)]
         return bits((losses, nnx.state(model, nnx.Param), nnx.state(model, nnx.RngCount)))
 
-    assert trained(2) == trained(None)
+    assert trained(every_second) == trained(same)
 
 
 def test_a_copy_that_differs_is_named():
@@ -142,27 +153,36 @@ def test_a_copy_that_differs_is_named():
     parts[BROKEN] = parts[BROKEN].at[0, 0, 0].add(1e-3)
     place = NamedSharding(plan.mesh, PartitionSpec())
     params = {"w": jax.make_array_from_single_device_arrays((3, 8, 8), place, parts)}
-    step = zerojax.train_step(layers, plan=plan, tx=tx, replay_every=1, donate=False)
-    with pytest.raises(zerojax.run.ReplayError, match="in its copy of 0/w, in both runs") as raised:
+    step = zerojax.train_step(layers, plan=plan, tx=tx, donate=False)
+    step = zerojax.tools.replayed(step, every=1)
+    with pytest.raises(
+        zerojax.tools.ReplayError, match="in its copy of 0/w, in both runs"
+    ) as raised:
         step((params, opt_state), ROWS)
     assert raised.value.devices == (jax.devices()[BROKEN],)
 
 
 def test_a_program_that_is_not_deterministic():
     fault = Fault(every=True)
-    step = zerojax.train_step(lambda params, x: layers(params, fault.in_forward(x)), replay_every=1)
+    step = zerojax.train_step(lambda params, x: layers(params, fault.in_forward(x)))
+    step = zerojax.tools.replayed(step, every=1)
     state = zerojax.shard_train_state(make_state, stage=3)
-    with pytest.raises(zerojax.run.ReplayError, match="xla_gpu_exclude_nondeterministic_ops=True"):
+    with pytest.raises(
+        zerojax.tools.ReplayError, match="xla_gpu_exclude_nondeterministic_ops=True"
+    ):
         step(state, ROWS)
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="replay_every=0 must be 1 or more"):
-        zerojax.train_step(layers, replay_every=0)
+    step = zerojax.train_step(layers)
+    with pytest.raises(ValueError, match="every=0 must be 1 or more"):
+        zerojax.tools.replayed(step, every=0)
     state = zerojax.shard_train_state(make_state, stage=3)
-    step = zerojax.train_step(layers, replay_every=1)
-    with pytest.raises(ValueError, match="Call the step outside of it"):
-        jax.jit(step)(state, ROWS)
+    for other in (step.compile(state, ROWS), zerojax.eval_step(layers)):
+        with pytest.raises(TypeError, match="compile the result"):
+            zerojax.tools.replayed(other, every=1)
+    with pytest.raises(ValueError, match="Call it outside"):
+        jax.jit(zerojax.tools.replayed(step, every=1))(state, ROWS)
 
 
 @pytest.mark.gpu_code
@@ -170,9 +190,9 @@ def test_the_checksums_move_nothing():
     """The program that checks sends on GPUs what the step itself sends."""
     plan = zerojax.plan(make_state, stage=3, mesh=zerojax.aot.mesh("8xH100"))
     args = plan.abstract(), zerojax.aot.batch(ROWS, plan)
-    step = zerojax.train_step(layers, replay_every=1)
-    assert step.replays is not None
-    programs = (one.lower(*args).compile().as_text() or "" for one in (step, step.replays.step))
+    step = zerojax.tools.replayed(zerojax.train_step(layers), every=1)
+    pair = step, step.replays.checking
+    programs = (each.lower(*args).compile().as_text() or "" for each in pair)
     kinds = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
     plain, checks = ({kind: text.count(f" {kind}") for kind in kinds} for text in programs)
     assert plain == checks

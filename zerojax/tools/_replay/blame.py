@@ -1,0 +1,147 @@
+"""Which device computed something else: decided from checksums, alike in every process."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax._kernel.travel import names_in
+from zerojax._types import Device
+
+MOST_NAMED = 4  # leaves and devices that a message names before it counts the rest
+DETERMINISTIC = "xla_gpu_exclude_nondeterministic_ops"
+NOT_DETERMINISTIC = (
+    "Three runs gave three results, so the program is not deterministic. On GPUs scatters and some "
+    "attention kernels sum in any order. The program that checks is compiled with "
+    f"{DETERMINISTIC}=True. If your compiler_options= turn that off, or a kernel of yours sums so, "
+    "nothing can be compared. A callback that returns another number each time does the same."
+)
+
+
+class ReplayError(RuntimeError):
+    """A step ran twice, and its results differ. Every process raises it, with the same message.
+
+    `devices` are those that computed something else; if the fault had spread before anything could
+    be seen, they are all that it reached. `leaves` are the paths of the results that differ.
+    """
+
+    def __init__(self, message: str, devices: Iterable[Device], leaves: Iterable[str]) -> None:
+        super().__init__(message)
+        self.devices, self.leaves = tuple(devices), tuple(leaves)
+
+
+class Checked(NamedTuple):
+    """A result of a step: its path, and how it is sharded."""
+
+    path: str
+    spec: PartitionSpec
+
+
+class Checksums(NamedTuple):
+    """What is kept of one run: a row for each device of the mesh, alike in all processes. It has
+    checksums of what the device sent, in the order of the program's collectives, and of its part
+    of each result."""
+
+    rows: np.ndarray
+    results: Sequence[Checked]
+
+    @property
+    def sent(self) -> np.ndarray:
+        return self.rows[:, : -len(self.results)]
+
+    @property
+    def held(self) -> np.ndarray:
+        return self.rows[:, -len(self.results) :]
+
+
+def spec_of(value: jax.Array) -> PartitionSpec:
+    place = value.sharding
+    return place.spec if isinstance(place, NamedSharding) else PartitionSpec()
+
+
+def unlike_copies(run: Checksums, mesh: Mesh) -> tuple[np.ndarray, list[str]]:
+    """Returns which devices hold another copy than most others do (all, if there is no most), and
+    the results of which they do."""
+    odd, leaves = np.zeros(mesh.size, bool), []
+    shape = mesh.devices.shape
+    numbers = np.arange(mesh.size).reshape(shape)
+    for result, checksums in zip(run.results, run.held.T, strict=True):
+        names = names_in(result.spec)
+        over = [at for at, axis in enumerate(mesh.axis_names) if axis in names]
+        ways = math.prod(shape[at] for at in over)
+        # A row for each part of the result: the devices that hold it.
+        holders = np.moveaxis(numbers, over, range(len(over))).reshape(ways, -1)
+        unlike = (checksums[holders] != checksums[holders[:, :1]]).any(axis=1)
+        for devices in holders[unlike]:
+            (usual, count), (_, others), *_ = Counter(checksums[devices].tolist()).most_common()
+            odd[devices] |= (checksums[devices] != usual) | (count == others)
+        leaves += [result.path] * bool(unlike.any())
+    return odd, leaves
+
+
+def error(
+    runs: Sequence[Checksums], labels: Sequence[str], hosts: Mapping[int, str], mesh: Mesh
+) -> ReplayError:
+    """Returns what all processes raise, from three runs.
+
+    `labels` name the collectives. `hosts` has, for each process, its host and the numbers of its
+    devices there.
+    """
+    first, second, third = (run.rows for run in runs)
+    if np.array_equal(first, second):
+        odd, leaves = unlike_copies(runs[1], mesh)
+        whose = "its copy" if odd.sum() == 1 else "their copies"
+        return _error(f"in {whose} of {_few(leaves)}, in both runs", "", odd, leaves, hosts, mesh)
+    right = next((n for n in (0, 1) if np.array_equal(runs[n].rows, third)), None)
+    wrong = runs[1] if right == 0 else runs[0]
+    differ = wrong.held != runs[2].held
+    leaves = [result.path for result, k in zip(wrong.results, differ.any(axis=0), strict=True) if k]
+    # Up to the first collective that differs, all devices have received the same in both runs, so
+    # these computed something else. If they have sent the same throughout, it is the update.
+    sent = wrong.sent != runs[2].sent
+    odd, where = differ.any(axis=1), f"in what the step leaves of {_few(leaves)}"
+    if sent.any():
+        at = int(sent.any(axis=0).argmax())
+        odd, where = sent[:, at], f"in what it sends to the {labels[at]}"
+    if right is not None:
+        vote = f" A third run gives what the {('first', 'second')[right]} gave."
+    elif odd.sum() > mesh.size // 2:
+        vote = f" {NOT_DETERMINISTIC}"
+    else:
+        vote = " A third run gives another result again."
+    return _error(f"first {where}", vote, odd, leaves, hosts, mesh)
+
+
+def _error(
+    where: str,
+    vote: str,
+    odd: np.ndarray,
+    leaves: Sequence[str],
+    hosts: Mapping[int, str],
+    mesh: Mesh,
+) -> ReplayError:
+    devices, names = mesh.devices.ravel()[odd], []
+    for device in devices:
+        host, numbers = json.loads(hosts[device.process_index])
+        here = f"{device.device_kind} {numbers[str(device.id)]}"
+        names.append(f"device {device.id} (process {device.process_index} on {host}, {here})")
+    verb, many = ("differs", "it") if len(names) == 1 else ("differ", "them")
+    remedy = f": save it, and go on without {many}" if len(names) < mesh.size else ""
+    if len(names) == mesh.size > 1:
+        names = [f"all {mesh.size} devices"]
+    return ReplayError(
+        f"a step ran twice on the same state and batch, and {_few(names)} {verb} {where}.{vote} "
+        f"The state before the step is as it was{remedy}.",
+        devices,
+        leaves,
+    )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,202 @@
+"""`zerojax.tools.replayed`: runs a step twice on the same state, and compares all bits.
+
+Gains an error, and the name of a device, where a run would go on with wrong weights. It leaves the
+step's own program as it is. Costs a second program, and two runs of it for each k-th step.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax import _axis_types, _compat
+from zerojax._declared import checked
+from zerojax._loss.arguments import find_plan
+from zerojax._run import agreement as _agreement
+from zerojax._state import state as _state
+from zerojax._step.compiled import CompiledStep
+from zerojax._step.jitted import Step
+from zerojax._types import PyTree, kinds_of
+from zerojax.tools._replay import blame as _blame
+from zerojax.tools._replay.blame import Checked, Checksums
+from zerojax.tools._replay.witness import Witness, of_bits
+
+S = TypeVar("S")
+CALL = "a replayed step"
+
+
+@checked
+def replayed(step: S, *, every: int) -> S:
+    """Returns a step that checks the devices: it runs some of its calls twice.
+
+    Before the first call, and each `every`-th one after it, a program of its own runs the step
+    twice, keeps the state, and compares all bits. Where they differ, every process raises
+    `zerojax.tools.ReplayError` with the device that computed something else, and the state stays as
+    it was. Such a call takes three times as long, and the memory of a second state.
+
+    Arguments:
+        step: a training step, of `zerojax.train_step` or `zerojax.nnx.train_step`. To compile the
+            result, call its own `compile`, or pass it to `zerojax.load_step`.
+        every: from one call that checks to the next.
+
+    Example:
+        >>> state = TrainState.create(
+        ...     apply_fn=None, params={"w": jnp.ones((64, 16))}, tx=optax.adam(1e-2))
+        >>> state = zerojax.shard_train_state(state, stage=3)
+        >>> step = zerojax.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+        >>> step = zerojax.tools.replayed(step, every=100)
+        >>> state, metrics = step(state, jnp.ones((32, 64)))
+        >>> print(metrics["loss"])
+        4096.0
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(
+            f"every={every!r} must be 1 or more: the first call and each so many later ones check."
+        )
+    source: Any = step
+    if hasattr(source, "pure"):  # of nnx
+        return type(source)(replayed(source.functional, every=every))
+    if not isinstance(source, Step) or not source.recipe.options.differentiates:
+        raise TypeError(
+            f"step={step!r} is no training step. Pass one of zerojax.train_step or "
+            "zerojax.nnx.train_step that is not compiled yet, and compile the result."
+        )
+    replayed_step: Any = ReplayedStep(source, every)
+    return replayed_step
+
+
+class Checking(Step):
+    """The program that checks: a step that donates nothing, and sums up what devices send."""
+
+    def __init__(self, step: Step) -> None:
+        def checking(state: PyTree, batch: PyTree, rng: PyTree = None) -> tuple:
+            witness = Witness(find_plan(state, step.recipe.plan).mesh)
+            args = state, batch, rng
+            closed, shapes = jax.make_jaxpr(step.function, return_shape=True)(*args)
+            with _axis_types.auto_axes():
+                outs, sums = witness.run(_compat.opened(closed), jax.tree.leaves(args))
+            return *jax.tree.structure(shapes).unflatten(outs), sums
+
+        options = dataclasses.replace(step.recipe.options, donate=False)
+        super().__init__(checking, dataclasses.replace(step.recipe, options=options))
+
+    def _options_for(self, plan: Any, trace: Any) -> Any:
+        options, device = super()._options_for(plan, trace), plan.mesh.devices.flat[0]
+        # Without a GPU to try kernels on, XLA has no deterministic matmul to choose.
+        runs = _compat.is_gpu(device) and not _compat.is_compile_only(device)
+        return options | {_blame.DETERMINISTIC: True} if runs else options
+
+
+@dataclasses.dataclass
+class Replays:
+    """Checks the first call, and each `every`-th one after it."""
+
+    every: int
+    step: Step
+    checking: Checking | CompiledStep
+    calls: int = 0
+
+    def __call__(self, *args: PyTree, **named: PyTree) -> None:
+        """Runs the step on these arguments, twice; raises `ReplayError` where that differs."""
+        if any(issubclass(kind, Tracer) for kind in kinds_of((args, named))):
+            raise ValueError(
+                "a replayed step compares the results of two runs, and inside another jax.jit "
+                "there are none. Call it outside, or call the step without "
+                "zerojax.tools.replayed there."
+            )
+        self.calls += 1
+        if (self.calls - 1) % self.every:
+            return
+        plan = find_plan(args[0] if args else named.get("state"), self.step.recipe.plan)
+        call = functools.partial(self.run, plan.mesh, *args, **named)
+        first, second = call(), call()
+        odd, _ = _blame.unlike_copies(second, plan.mesh)
+        is_alike = np.array_equal(first.rows, second.rows) and not odd.any()
+        # Processes that disagree would wait for each other in the third run.
+        if {*_agreement.told(CALL, str(is_alike), plan.mesh).values()} == {str(True)}:
+            return
+        runs = first, second, call()
+        # What only the process of a device knows of it.
+        numbers = {str(device.id): device.local_hardware_id for device in jax.local_devices()}
+        host = json.dumps([socket.gethostname(), numbers])
+        hosts = _agreement.told(CALL, host, plan.mesh)
+        labels = Witness(plan.mesh).labels(self.step.trace(*args, **named).jaxpr.jaxpr)
+        raise _blame.error(runs, labels, hosts, plan.mesh)
+
+    def run(self, mesh: Mesh, *args: PyTree, **named: PyTree) -> Checksums:
+        """Returns what is left of one run: checksums, and of what they are."""
+        new, metrics, sent = self.checking(*args, **named)
+        leaves = [(leaf.name, leaf.value) for leaf in _state.leaves_with_paths(new)]
+        of_metrics = _state.leaves_with_paths(metrics)
+        leaves += [(f"metrics/{leaf.name}", leaf.value) for leaf in of_metrics]
+        leaves.sort(key=lambda leaf: _compat.is_on_host(leaf[1]))
+        near = [value for _, value in leaves if not _compat.is_on_host(value)]
+        # What rests on the host comes to the device one by one.
+        parts = [(sent, near), *(([], [value]) for _, value in leaves[len(near) :])]
+        rows = np.hstack([_checksums(*part, mesh) for part in parts])
+        return Checksums(rows, [Checked(path, _blame.spec_of(value)) for path, value in leaves])
+
+
+def _checksums(sent: list[Array], held: list[Array], mesh: Mesh) -> np.ndarray:
+    """Returns a row for each device: its part of `sent`, and checksums of its parts of `held`."""
+    specs = tuple(map(_blame.spec_of, sent)), tuple(map(_blame.spec_of, held))
+    return np.asarray(_rows(tuple(sent), tuple(held), specs, mesh))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+@_axis_types.auto_axes()
+def _rows(sent: PyTree, held: PyTree, specs: tuple, mesh: Mesh) -> Array:
+    def row(sent: Sequence[Array], held: Sequence[Array]) -> Array:
+        return jnp.concatenate([*map(jnp.ravel, sent), jnp.array(list(map(of_bits, held)))])[None]
+
+    rows = PartitionSpec(mesh.axis_names)
+    program = jax.shard_map(row, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
+    near = map(_compat.fetched, _axis_types.computed_with(held))
+    checksums = program(_axis_types.computed_with(sent), tuple(near))
+    # On all devices, so that every process reads them.
+    return lax.with_sharding_constraint(checksums, NamedSharding(mesh, PartitionSpec()))
+
+
+class ReplayedStep(Step):
+    """A step that checks some of its calls before it runs them."""
+
+    def __init__(self, step: Step, every: int) -> None:
+        super().__init__(step.function, step.recipe)
+        self.replays = Replays(every, step, Checking(step))
+
+    def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
+        self.replays(*args, **named)
+        return super().__call__(*args, **named)
+
+    def compile(self, *args: PyTree) -> CompiledStep:
+        return self._compiled(super().compile(*args), args)
+
+    def load(self, path: str | os.PathLike[str], *args: PyTree) -> CompiledStep:
+        return self._compiled(super().load(path, *args), args)
+
+    def _compiled(self, step: CompiledStep, args: Sequence[PyTree]) -> CompiledStep:
+        """Returns the compiled step, whose calls have a count of their own."""
+        checking = self.replays.checking.compile(*args)
+        replays = dataclasses.replace(self.replays, checking=checking, calls=0)
+        return CompiledReplay(**vars(step), replays=replays)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledReplay(CompiledStep):
+    """A compiled step that checks some of its calls before it runs them."""
+
+    replays: Any = None
+
+    def __call__(self, state: PyTree, *args: PyTree) -> PyTree:
+        self.replays(state, *args)
+        return super().__call__(state, *args)
