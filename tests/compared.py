@@ -72,7 +72,7 @@ def placing(row: Row) -> dict[str, Any]:
 
 def stepping(row: Row) -> dict[str, Any]:
     """What `train_step` is given."""
-    names = "accumulate order prefetch keep_layers roll update activations donate replay_every"
+    names = "accumulate order prefetch keep_layers roll update activations donate"
     options = {name: getattr(row, name) for name in names.split()}
     near = [axis for axis, kinds in row.kinds.items() if kinds == 3] or list(row.sizes)
     return options | {
@@ -132,11 +132,13 @@ class Training:
             source = (source,) if callable(source) else source
             self.objects = zerojax.nnx.shard(*source, **placing(row))
             self.step = zerojax.nnx.train_step(loss, **options)
-            self.compiled = self.step.functional
         else:
             self.state = zerojax.shard_train_state(source, **placing(row))
             mutable = ("stats",) if row.fields else ()
-            self.step = self.compiled = zerojax.train_step(loss, mutable=mutable, **options)
+            self.step = zerojax.train_step(loss, mutable=mutable, **options)
+        if row.replayed:
+            self.step = zerojax.tools.replayed(self.step, every=row.replayed)
+        self.compiled = self.step.functional if self.is_nnx else self.step
 
     def get(self) -> Any:
         return zerojax.nnx.state(*self.objects) if self.is_nnx else self.state

@@ -256,7 +256,6 @@ ROWS = {
     "adafactor": Row("gpt", dict(stage=3), optimizer="adafactor"),
     "muon": Row("gpt", dict(stage=2), optimizer="muon"),
     "skipped": Row("mlp", dict(stage=3), dict(skip_nonfinite=True), optimizer="clip_schedule"),
-    "replayed": Row("mlp", dict(stage=3), dict(replay_every=10)),  # as without: another one checks
     # updates in backward, host memory
     "in backward": Row("gpt remat", dict(stage=3), dict(update="backward", prefetch=1)),
     "in backward, stage 1": Row("gpt", dict(stage=1), dict(update="backward")),

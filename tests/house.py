@@ -34,7 +34,7 @@ RANKS = (
     "_features",
     "_step",
     "_checkpoint run tools._audit tools._launch aot manual nnx",
-    "tools._verify tools._forecast checkpoint",
+    "tools._verify tools._forecast tools._replay checkpoint",
     "tools._flags tools._meter",
     "tools._cli",
     "__main__",

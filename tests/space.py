@@ -49,7 +49,7 @@ class Row:
     donate: bool = True
     skip: bool = False  # what is not finite
     packed: str = ""  # the codes in which frozen matrices rest
-    replay_every: int | None = None
+    replayed: int = 0  # every so many steps run twice
     source: str = "arrays"  # of the state: trained ones, a function, a checkpoint of another row
 
     def __str__(self) -> str:
@@ -354,7 +354,7 @@ def walk(seed: int, number: int) -> Row:
     if number < len(CHAINS):
         levels |= {"layout": CHAINS[number], "codes": "reduce=int8"}
     if rng.random() < 0.1:  # a second program; a row takes two or three steps
-        levels["replay_every"] = rng.choice((1, 2))
+        levels["replayed"] = rng.choice((1, 2))
     return Row(**levels)
 
 

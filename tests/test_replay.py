@@ -11,10 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 import zerojax.nnx
+from zerojax.tools import ReplayError
 
 BROKEN = 3  # a device
 ROWS = np.random.default_rng(0).normal(size=(16, 8)).astype("f")
-BOTH = zerojax.Offload(params=True, min_bytes=0)
+HOST = {"offload": zerojax.Offload(params=True, min_bytes=0), "stacked": "w"}
 
 
 class Fault:
@@ -52,23 +53,36 @@ def layers(params, x, change=lambda x: x):
     return zerojax.mean(jax.lax.scan(body, x, params["w"])[0] ** 2)
 
 
-def make_state():
+def state_with(tx):
     w = jax.random.normal(jax.random.key(0), (3, 8, 8))
-    return TrainState.create(apply_fn=None, params={"w": w}, tx=optax.adam(1e-2))
+    return TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
+
+
+def make_state():
+    return state_with(optax.adam(1e-2))
+
+
+def make_clipped():
+    return state_with(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)))
 
 
 def bits(tree):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("where", ["in_forward", "in_backward", "compiled"])
-def test_the_device_is_named_and_nothing_is_lost(where):
-    fault = Fault()
-    change = getattr(fault, where.replace("compiled", "in_backward"))
-    state = zerojax.shard_train_state(make_state, stage=3)
-    step = zerojax.train_step(lambda params, x: layers(params, x, change))
+@pytest.mark.parametrize("how", ["", "compiled", "in a loop over guesses"])
+@pytest.mark.parametrize(
+    ("where", "what"), [("in_forward", "psum"), ("in_backward", "reduce_scatter of params/w")]
+)
+def test_the_device_is_named_and_nothing_is_lost(where, what, how):
+    fault, make, placed, options = Fault(), make_state, {}, {}
+    if how == "in a loop over guesses":
+        make, placed, options = make_clipped, HOST, {"update": "backward"}
+    change = getattr(fault, where)
+    state = zerojax.shard_train_state(make, stage=3, **placed)
+    step = zerojax.train_step(lambda params, x: layers(params, x, change), **options)
     step = zerojax.tools.replayed(step, every=2)
-    if where == "compiled":
+    if how == "compiled":
         step = step.compile(state, ROWS)
     passed = []
     for _ in range(2):
@@ -78,9 +92,8 @@ def test_the_device_is_named_and_nothing_is_lost(where):
     both = passed[0] - (passed[1] - passed[0])  # runs that check; the second step is not checked
     assert both >= 6 and both % 2 == 0, passed
     fault.flips = {passed[1] + both // 2 + 1}  # in the second of them, before the next step
-    with pytest.raises(
-        zerojax.tools.ReplayError, match=rf"device {BROKEN} \(process 0 on"
-    ) as raised:
+    says = rf"device {BROKEN} \(process 0 on .* differs first in what it sends to the {what}\."
+    with pytest.raises(ReplayError, match=says) as raised:
         step(state, ROWS)
     assert raised.value.devices == (jax.devices()[BROKEN],)
     assert "params/w" in raised.value.leaves
@@ -113,7 +126,7 @@ def run(wrapped, placed, options, calls=3):
     ("placed", "options"),
     [
         ({"stage": 2}, {"accumulate": 2}),
-        ({"stage": 3, "offload": BOTH, "stacked": "w"}, {"update": "backward"}),
+        ({"stage": 3, **HOST}, {"update": "backward"}),
         (
             {
                 "stage": 3,
@@ -127,6 +140,17 @@ def run(wrapped, placed, options, calls=3):
 )
 def test_a_healthy_run_gives_the_same_bits(placed, options):
     assert run(every_second, placed, options) == run(same, placed, options)
+
+
+def test_a_step_from_a_file_checks_and_audits_are_of_the_step(tmp_path):
+    step = zerojax.train_step(layers)
+    checks, state = zerojax.tools.replayed(step, every=1), zerojax.shard_train_state(make_state)
+    checks.compile(state, ROWS).save(tmp_path / "step.bin")
+    loaded = zerojax.load_step(tmp_path / "step.bin", checks, state, ROWS)
+    audits = (zerojax.audit(each, state, ROWS) for each in (step, checks))
+    assert len({str(audit) for audit in audits}) == 1
+    expected = step(jax.tree.map(jnp.copy, state), ROWS)
+    assert bits(loaded(state, ROWS)) == bits(expected) and loaded.replays.calls == 1
 
 
 def test_nnx():
@@ -155,9 +179,7 @@ def test_a_copy_that_differs_is_named():
     params = {"w": jax.make_array_from_single_device_arrays((3, 8, 8), place, parts)}
     step = zerojax.train_step(layers, plan=plan, tx=tx, donate=False)
     step = zerojax.tools.replayed(step, every=1)
-    with pytest.raises(
-        zerojax.tools.ReplayError, match="in its copy of 0/w, in both runs"
-    ) as raised:
+    with pytest.raises(ReplayError, match="in its copy of 0/w, in both runs") as raised:
         step((params, opt_state), ROWS)
     assert raised.value.devices == (jax.devices()[BROKEN],)
 
@@ -167,9 +189,7 @@ def test_a_program_that_is_not_deterministic():
     step = zerojax.train_step(lambda params, x: layers(params, fault.in_forward(x)))
     step = zerojax.tools.replayed(step, every=1)
     state = zerojax.shard_train_state(make_state, stage=3)
-    with pytest.raises(
-        zerojax.tools.ReplayError, match="xla_gpu_exclude_nondeterministic_ops=True"
-    ):
+    with pytest.raises(ReplayError, match="xla_gpu_exclude_nondeterministic_ops=True"):
         step(state, ROWS)
 
 

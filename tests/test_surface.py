@@ -29,15 +29,15 @@ PUBLIC = {
     "train_step", "unpad", "value_and_grad", "verify",
 }  # fmt: skip
 TOOLS = {
-    "Meter", "Rates", "Report", "Verification", "audit", "choose", "forecast", "peak_flops",
-    "rates_of", "step_flops", "study", "verify",
+    "Meter", "Rates", "ReplayError", "Report", "Verification", "audit", "choose", "forecast",
+    "peak_flops", "rates_of", "replayed", "step_flops", "study", "verify",
 }  # fmt: skip
 CHECKPOINT = {
     "Checkpoints", "Extras", "Preempted", "export_safetensors", "import_safetensors",
     "read_extras", "restore", "save",
 }  # fmt: skip
 MANUAL = {"ModuleState", "dequantized", "master_weights", "narrow_moments"}
-RUN = {"ReplayError", "Watchdog", "elastic", "initialize", "log", "process_slice"}
+RUN = {"Watchdog", "elastic", "initialize", "log", "process_slice"}
 SUBMODULES = {"aot", "checkpoint", "manual", "nnx", "run", "tools"}
 MOST_PUBLIC = 32  # names at the top level, with these modules
 MODULES_OF_NAMES = {zerojax: PUBLIC, zerojax.tools: TOOLS}

@@ -23,7 +23,7 @@ OF_MODULES = {f"nnx.{name}": getattr(zerojax.nnx, name) for name in IN_NNX.split
 OF_MODULES |= {f"aot.{n}": getattr(zerojax.aot, n) for n in ("batch", "install_command", "mesh")}
 # What users do not make, what takes anything, and numbers of a table.
 NONE_OF_THEM = {"Plan", "checkpoint.Extras", "checkpoint.Preempted", "manual.ModuleState"}
-NONE_OF_THEM |= {"run.ReplayError", "run.log", "tools.Rates", "tools.Report"}
+NONE_OF_THEM |= {"run.log", "tools.Rates", "tools.ReplayError", "tools.Report"}
 NONE_OF_THEM |= {"tools.Verification"}
 FUNCTIONS = {name: f for name, f in {**NAMED, **OF_MODULES}.items() if name not in NONE_OF_THEM}
 # Trees that only the user's own function, or JAX in its place, can take for wrong.

@@ -142,9 +142,11 @@ class Replays:
         leaves.sort(key=lambda leaf: _compat.is_on_host(leaf[1]))
         near = [value for _, value in leaves if not _compat.is_on_host(value)]
         # What rests on the host comes to the device one by one.
-        parts = [(sent, near), *(([], [value]) for _, value in leaves[len(near) :])]
-        rows = np.hstack([_checksums(*part, mesh) for part in parts])
-        return Checksums(rows, [Checked(path, _blame.spec_of(value)) for path, value in leaves])
+        parts = [_checksums(sent, near, mesh)]
+        parts += [_checksums([], [value], mesh) for _, value in leaves[len(near) :]]
+        return Checksums(
+            np.hstack(parts), [Checked(path, _blame.spec_of(value)) for path, value in leaves]
+        )
 
 
 def _checksums(sent: list[Array], held: list[Array], mesh: Mesh) -> np.ndarray:
@@ -186,7 +188,7 @@ class ReplayedStep(Step):
 
     def _compiled(self, step: CompiledStep, args: Sequence[PyTree]) -> CompiledStep:
         """Returns the compiled step, whose calls have a count of their own."""
-        checking = self.replays.checking.compile(*args)
+        checking = Checking(self).compile(*args)
         replays = dataclasses.replace(self.replays, checking=checking, calls=0)
         return CompiledReplay(**vars(step), replays=replays)
 

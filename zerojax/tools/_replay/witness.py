@@ -8,7 +8,7 @@ which some device sends something else. Reads the gradients once more.
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -47,13 +47,13 @@ class Witness:
                 labels.append(_label(eqn))
         return labels
 
-    def run(self, closed: Closed, inputs: Sequence[ArrayLike]) -> Results:
+    def run(self, closed: Closed, inputs: Sequence[Any]) -> Results:
         jaxpr, consts = closed
         eqns, inliner = _flat(jaxpr)
         variables, sums = [*jaxpr.invars, *jaxpr.constvars], list[Array]()
         env = inliner.constants | dict(zip(variables, [*inputs, *consts], strict=True))
 
-        def read(atom: Atom) -> ArrayLike:
+        def read(atom: Atom) -> Any:
             return env[atom] if is_var(atom) else atom.val  # type: ignore
 
         for eqn in eqns:
@@ -70,7 +70,7 @@ class Witness:
                     sums.append(sum(map(of_bits, operands), jnp.uint32(0)))
                 outs = _compat.bind(eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(inliner.named(v)) for v in jaxpr.outvars], sums  # type: ignore
+        return [read(inliner.named(v)) for v in jaxpr.outvars], sums
 
     def body(self, eqn: JaxprEqn) -> Closed | None:
         """Returns the jaxpr whose collectives have checksums of their own."""
@@ -83,7 +83,7 @@ class Witness:
                 is_of_step = eqn.params["mesh"].shape == self.mesh.shape
                 return _compat.inner_jaxpr(eqn) if is_of_step else None
 
-    def run_shard_map(self, eqn: JaxprEqn, body: Closed, values: Sequence[ArrayLike]) -> Results:
+    def run_shard_map(self, eqn: JaxprEqn, body: Closed, values: list[Any]) -> Results:
         params, manual = eqn.params, eqn.params["newly_manual_axes"]
         rows = PartitionSpec(tuple(axis for axis in self.mesh.axis_names if axis in manual))
 
@@ -101,10 +101,10 @@ class Witness:
         )(*values)
         return outs, [lax.with_sharding_constraint(sums, NamedSharding(self.mesh, rows))]
 
-    def run_scan(self, eqn: JaxprEqn, body: Closed, values: Sequence[ArrayLike]) -> Results:
+    def run_scan(self, eqn: JaxprEqn, body: Closed, values: list[Any]) -> Results:
         consts, carried = _compat.scan_counts(eqn.params)
-        fixed, init, xs = np.split(np.arange(len(values)), [consts, consts + carried])
-        fixed, init, xs = ([values[k] for k in places] for places in (fixed, init, xs))
+        fixed, rest = values[:consts], values[consts:]
+        init, xs = rest[:carried], rest[carried:]
 
         def turn(carry: list, xs: list) -> tuple[list, Results]:
             outs, sums = self.run(body, [*fixed, *carry, *xs])
@@ -114,11 +114,11 @@ class Witness:
         carry, (ys, sums) = lax.scan(turn, init, xs, **options)
         return [*carry, *ys], [jnp.sum(turns, axis=0, dtype=jnp.uint32) for turns in sums]
 
-    def run_while(self, eqn: JaxprEqn, body: Closed, values: Sequence[ArrayLike]) -> Results:
+    def run_while(self, eqn: JaxprEqn, body: Closed, values: list[Any]) -> Results:
         condition = _compat.opened(eqn.params["cond_jaxpr"])
         before, fixed = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         of_condition, of_body = values[:before], values[before : before + fixed]
-        init = list(values[before + fixed :])
+        init = values[before + fixed :]
 
         def turn(carry: Results) -> Results:
             outs, sums = self.run(body, [*of_body, *carry[0]])
