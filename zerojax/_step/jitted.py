@@ -170,7 +170,7 @@ class Step:
         if plan is not None and plan not in self.checked and check_used(plan, (args, named), trace):
             self.checked.add(plan)
         if plan not in self.by_plan:
-            options = self._options_for(plan, trace)
+            options = self.chosen_options(plan, trace)
             options |= dict(self.recipe.options.compiler_options or {})
             jitted = self.make_jit(compiler_options=options) if options else self.without_options
             if plan is not None and (kept := self._kept_for(plan, trace)):
@@ -198,7 +198,7 @@ class Step:
     def _plan_for(self, args: Sequence[PyTree], named: dict[str, PyTree]) -> Plan | None:
         return plan_of(args[0] if args else named.get("state"), self.recipe.plan)
 
-    def _options_for(
+    def chosen_options(
         self, plan: Plan | None, trace: Callable[[], ClosedJaxpr]
     ) -> _xla_options.XlaOptions:
         if plan is None or (device := plan.mesh.devices.flat[0]).platform == "cpu":

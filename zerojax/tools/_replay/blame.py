@@ -35,28 +35,15 @@ class ReplayError(RuntimeError):
         self.devices, self.leaves = tuple(devices), tuple(leaves)
 
 
-class Checked(NamedTuple):
-    """A result of a step: its path, and how it is sharded."""
-
-    path: str
-    spec: PartitionSpec
-
-
 class Checksums(NamedTuple):
-    """What is kept of one run: a row for each device of the mesh, alike in all processes. It has
-    checksums of what the device sent, in the order of the program's collectives, and of its part
-    of each result."""
+    """What is kept of one run, alike in all processes.
+
+    A row for each device of the mesh has checksums of what it sent, in the order of the program's
+    collectives, and of its part of each result. `results` has their paths and shardings.
+    """
 
     rows: np.ndarray
-    results: Sequence[Checked]
-
-    @property
-    def sent(self) -> np.ndarray:
-        return self.rows[:, : -len(self.results)]
-
-    @property
-    def held(self) -> np.ndarray:
-        return self.rows[:, -len(self.results) :]
+    results: Sequence[tuple[str, PartitionSpec]]
 
 
 def spec_of(value: jax.Array) -> PartitionSpec:
@@ -68,19 +55,19 @@ def unlike_copies(run: Checksums, mesh: Mesh) -> tuple[np.ndarray, list[str]]:
     """Returns which devices hold another copy than most others do (all, if there is no most), and
     the results of which they do."""
     odd, leaves = np.zeros(mesh.size, bool), []
-    shape = mesh.devices.shape
-    numbers = np.arange(mesh.size).reshape(shape)
-    for result, checksums in zip(run.results, run.held.T, strict=True):
-        names = names_in(result.spec)
+    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
+    held = run.rows.T[-len(run.results) :]
+    for (path, spec), checksums in zip(run.results, held, strict=True):
+        names = names_in(spec)
         over = [at for at, axis in enumerate(mesh.axis_names) if axis in names]
-        ways = math.prod(shape[at] for at in over)
+        ways = math.prod(mesh.devices.shape[at] for at in over)
         # A row for each part of the result: the devices that hold it.
         holders = np.moveaxis(numbers, over, range(len(over))).reshape(ways, -1)
         unlike = (checksums[holders] != checksums[holders[:, :1]]).any(axis=1)
         for devices in holders[unlike]:
             (usual, count), (_, others), *_ = Counter(checksums[devices].tolist()).most_common()
             odd[devices] |= (checksums[devices] != usual) | (count == others)
-        leaves += [result.path] * bool(unlike.any())
+        leaves += [path] * bool(unlike.any())
     return odd, leaves
 
 
@@ -93,40 +80,28 @@ def error(
     devices there.
     """
     first, second, third = (run.rows for run in runs)
+    is_first, is_second = np.array_equal(first, third), np.array_equal(second, third)
+    differ = (second if is_first else first) != third
+    sent, held = np.split(differ, [len(labels)], axis=1)
+    leaves = [path for (path, _), k in zip(runs[2].results, held.any(axis=0), strict=True) if k]
+    vote = " A third run gives another result again."
     if np.array_equal(first, second):
         odd, leaves = unlike_copies(runs[1], mesh)
-        whose = "its copy" if odd.sum() == 1 else "their copies"
-        return _error(f"in {whose} of {_few(leaves)}, in both runs", "", odd, leaves, hosts, mesh)
-    right = next((n for n in (0, 1) if np.array_equal(runs[n].rows, third)), None)
-    wrong = runs[1] if right == 0 else runs[0]
-    differ = wrong.held != runs[2].held
-    leaves = [result.path for result, k in zip(wrong.results, differ.any(axis=0), strict=True) if k]
+        whose, vote = "its copy" if odd.sum() == 1 else "their copies", ""
+        where = f"in {whose} of {_few(leaves)}, in both runs"
     # Up to the first collective that differs, all devices have received the same in both runs, so
     # these computed something else. If they have sent the same throughout, it is the update.
-    sent = wrong.sent != runs[2].sent
-    odd, where = differ.any(axis=1), f"in what the step leaves of {_few(leaves)}"
-    if sent.any():
+    elif sent.any():
         at = int(sent.any(axis=0).argmax())
-        odd, where = sent[:, at], f"in what it sends to the {labels[at]}"
-    if right is not None:
-        vote = f" A third run gives what the {('first', 'second')[right]} gave."
-    elif odd.sum() > mesh.size // 2:
-        vote = f" {NOT_DETERMINISTIC}"
+        odd, where = sent[:, at], f"first in what it sends to the {labels[at]}"
     else:
-        vote = " A third run gives another result again."
-    return _error(f"first {where}", vote, odd, leaves, hosts, mesh)
-
-
-def _error(
-    where: str,
-    vote: str,
-    odd: np.ndarray,
-    leaves: Sequence[str],
-    hosts: Mapping[int, str],
-    mesh: Mesh,
-) -> ReplayError:
-    devices, names = mesh.devices.ravel()[odd], []
-    for device in devices:
+        odd, where = held.any(axis=1), f"first in what the step leaves of {_few(leaves)}"
+    if vote and (is_first or is_second):
+        vote = f" A third run gives what the {'first' if is_first else 'second'} gave."
+    elif vote and odd.sum() > mesh.size // 2:
+        vote = f" {NOT_DETERMINISTIC}"
+    names = []
+    for device in mesh.devices.ravel()[odd]:
         host, numbers = json.loads(hosts[device.process_index])
         here = f"{device.device_kind} {numbers[str(device.id)]}"
         names.append(f"device {device.id} (process {device.process_index} on {host}, {here})")
@@ -137,7 +112,7 @@ def _error(
     return ReplayError(
         f"a step ran twice on the same state and batch, and {_few(names)} {verb} {where}.{vote} "
         f"The state before the step is as it was{remedy}.",
-        devices,
+        mesh.devices.ravel()[odd],
         leaves,
     )
 

@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,18 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _axis_types, _compat
 from zerojax._declared import checked
+from zerojax._features.xla_options import XlaOptions
 from zerojax._loss.arguments import find_plan
+from zerojax._plan.plan import Plan
 from zerojax._run import agreement as _agreement
 from zerojax._state import state as _state
 from zerojax._step.compiled import CompiledStep
 from zerojax._step.jitted import Step
 from zerojax._types import PyTree, kinds_of
 from zerojax.tools._replay import blame as _blame
-from zerojax.tools._replay.blame import Checked, Checksums
+from zerojax.tools._replay.blame import Checksums
 from zerojax.tools._replay.witness import Witness, of_bits
 
 S = TypeVar("S")
@@ -90,8 +93,8 @@ class Checking(Step):
         options = dataclasses.replace(step.recipe.options, donate=False)
         super().__init__(checking, dataclasses.replace(step.recipe, options=options))
 
-    def _options_for(self, plan: Any, trace: Any) -> Any:
-        options, device = super()._options_for(plan, trace), plan.mesh.devices.flat[0]
+    def chosen_options(self, plan: Plan, trace: Callable[[], ClosedJaxpr]) -> XlaOptions:
+        options, device = super().chosen_options(plan, trace), plan.mesh.devices.flat[0]
         # Without a GPU to try kernels on, XLA has no deterministic matmul to choose.
         runs = _compat.is_gpu(device) and not _compat.is_compile_only(device)
         return options | {_blame.DETERMINISTIC: True} if runs else options
@@ -136,17 +139,14 @@ class Replays:
     def run(self, mesh: Mesh, *args: PyTree, **named: PyTree) -> Checksums:
         """Returns what is left of one run: checksums, and of what they are."""
         new, metrics, sent = self.checking(*args, **named)
-        leaves = [(leaf.name, leaf.value) for leaf in _state.leaves_with_paths(new)]
-        of_metrics = _state.leaves_with_paths(metrics)
-        leaves += [(f"metrics/{leaf.name}", leaf.value) for leaf in of_metrics]
-        leaves.sort(key=lambda leaf: _compat.is_on_host(leaf[1]))
-        near = [value for _, value in leaves if not _compat.is_on_host(value)]
+        leaves = _state.leaves_with_paths(new) + _state.leaves_with_paths({"metrics": metrics})
+        leaves = sorted(leaves, key=lambda leaf: _compat.is_on_host(leaf.value))
+        near = [leaf.value for leaf in leaves if not _compat.is_on_host(leaf.value)]
         # What rests on the host comes to the device one by one.
-        parts = [_checksums(sent, near, mesh)]
-        parts += [_checksums([], [value], mesh) for _, value in leaves[len(near) :]]
-        return Checksums(
-            np.hstack(parts), [Checked(path, _blame.spec_of(value)) for path, value in leaves]
-        )
+        rows = [_checksums(sent, near, mesh)]
+        rows += [_checksums([], [leaf.value], mesh) for leaf in leaves[len(near) :]]
+        results = [(leaf.name, _blame.spec_of(leaf.value)) for leaf in leaves]
+        return Checksums(np.hstack(rows), results)
 
 
 def _checksums(sent: list[Array], held: list[Array], mesh: Mesh) -> np.ndarray:
@@ -159,7 +159,9 @@ def _checksums(sent: list[Array], held: list[Array], mesh: Mesh) -> np.ndarray:
 @_axis_types.auto_axes()
 def _rows(sent: PyTree, held: PyTree, specs: tuple, mesh: Mesh) -> Array:
     def row(sent: Sequence[Array], held: Sequence[Array]) -> Array:
-        return jnp.concatenate([*map(jnp.ravel, sent), jnp.array(list(map(of_bits, held)))])[None]
+        return jnp.concatenate([*map(jnp.ravel, sent), jnp.array([*map(of_bits, held)], "uint32")])[
+            None
+        ]
 
     rows = PartitionSpec(mesh.axis_names)
     program = jax.shard_map(row, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
