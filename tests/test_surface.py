@@ -175,7 +175,7 @@ def test_documented_arguments_exist(name):
 
 # Never made by users.
 RESULTS = {"checkpoint.Extras", "checkpoint.Preempted", "tools.Report"}
-RESULTS |= {"run.ReplayError", "tools.Verification"}
+RESULTS |= {"tools.ReplayError", "tools.Verification"}
 
 
 @pytest.mark.parametrize("name", sorted(NAMED.keys() - RESULTS))
