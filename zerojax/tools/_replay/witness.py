@@ -24,7 +24,7 @@ from zerojax._types import is_key
 
 GOLDEN = np.uint32(0x9E3779B1)  # odd, so that multiplying by it loses nothing
 Closed: TypeAlias = tuple[Jaxpr, Sequence[ArrayLike]]  # a jaxpr and its constants
-Results: TypeAlias = tuple[list[Array], list[Array]]  # outputs, and checksums
+Witnessed: TypeAlias = tuple[list[Array], list[Array]]  # outputs, and checksums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Witness:
                 labels.append(_label(eqn))
         return labels
 
-    def run(self, closed: Closed, inputs: Sequence[Any]) -> Results:
+    def run(self, closed: Closed, inputs: Sequence[Any]) -> Witnessed:
         jaxpr, consts = closed
         eqns, inliner = _flat(jaxpr)
         variables, sums = [*jaxpr.invars, *jaxpr.constvars], list[Array]()
@@ -83,7 +83,7 @@ class Witness:
                 is_of_step = eqn.params["mesh"].shape == self.mesh.shape
                 return _compat.inner_jaxpr(eqn) if is_of_step else None
 
-    def run_shard_map(self, eqn: JaxprEqn, body: Closed, values: list[Any]) -> Results:
+    def run_shard_map(self, eqn: JaxprEqn, body: Closed, values: list[Any]) -> Witnessed:
         params, manual = eqn.params, eqn.params["newly_manual_axes"]
         rows = PartitionSpec(tuple(axis for axis in self.mesh.axis_names if axis in manual))
 
@@ -101,12 +101,12 @@ class Witness:
         )(*values)
         return outs, [lax.with_sharding_constraint(sums, NamedSharding(self.mesh, rows))]
 
-    def run_scan(self, eqn: JaxprEqn, body: Closed, values: list[Any]) -> Results:
+    def run_scan(self, eqn: JaxprEqn, body: Closed, values: list[Any]) -> Witnessed:
         consts, carried = _compat.scan_counts(eqn.params)
         fixed, rest = values[:consts], values[consts:]
         init, xs = rest[:carried], rest[carried:]
 
-        def turn(carry: list, xs: list) -> tuple[list, Results]:
+        def turn(carry: list, xs: list) -> tuple[list, Witnessed]:
             outs, sums = self.run(body, [*fixed, *carry, *xs])
             return outs[:carried], (outs[carried:], sums)
 
@@ -114,17 +114,17 @@ class Witness:
         carry, (ys, sums) = lax.scan(turn, init, xs, **options)
         return [*carry, *ys], [jnp.sum(turns, axis=0, dtype=jnp.uint32) for turns in sums]
 
-    def run_while(self, eqn: JaxprEqn, body: Closed, values: list[Any]) -> Results:
+    def run_while(self, eqn: JaxprEqn, body: Closed, values: list[Any]) -> Witnessed:
         condition = _compat.opened(eqn.params["cond_jaxpr"])
         before, fixed = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         of_condition, of_body = values[:before], values[before : before + fixed]
         init = values[before + fixed :]
 
-        def turn(carry: Results) -> Results:
+        def turn(carry: Witnessed) -> Witnessed:
             outs, sums = self.run(body, [*of_body, *carry[0]])
             return outs, list(map(jnp.add, carry[1], sums))
 
-        def goes_on(carry: Results) -> Array:
+        def goes_on(carry: Witnessed) -> Array:
             return self.run(condition, [*of_condition, *carry[0]])[0][0]
 
         _, sums = jax.eval_shape(lambda *inputs: self.run(body, inputs), *of_body, *init)
