@@ -74,6 +74,7 @@ class Streamed:
                 self.values[at] = scattered(values[at], leaf, plan.mesh)
         shapes = list(map(_shape, self.values, update.shapes))
         streamed = {i for i, value in enumerate(self.values) if _compat.is_on_host(value)}
+        streamed -= {at + self.first for at in done}
         self.update = InParts(update, shapes, streamed, plan.stacks)
         self.results = dict(done)
         # What the update leaves as it was, such as frozen parameters, stays where it is.
@@ -86,7 +87,13 @@ class Streamed:
 
     def run(self) -> list[Array]:
         """Returns the leaves of the new state; first those that read nothing in host memory."""
-        parts = [part for part in self.update.parts if part.outputs[0] not in self.results]
+        # A sum over both may join what is left to what backward has updated.
+        left = [[k for k in part.outputs if k not in self.results] for part in self.update.parts]
+        parts = [
+            dataclasses.replace(part, outputs=tuple(outputs))
+            for part, outputs in zip(self.update.parts, left, strict=True)
+            if outputs
+        ]
         in_parts = {k for part in self.update.parts for k in part.outputs}
         free = [k for k in range(len(self.plan.leaves)) if k not in in_parts | self.results.keys()]
         done = self.update.beforehand(free)(self.values)
