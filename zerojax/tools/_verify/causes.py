@@ -209,9 +209,8 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
     ):
         return (
             "The loss compares the examples of a batch with one another, as in-batch negatives do: "
-            f"one part, repeated {ways} times, has another loss than the part. Gather the "
-            f"other devices' examples in the loss, jax.lax.all_gather(x, {axis}, tiled=True), "
-            f"{accept}."
+            f"one part, repeated {ways} times, has another loss than the part. Gather the other "
+            f"devices' examples in the loss, jax.lax.all_gather(x, {axis}, tiled=True), {accept}."
         )
     return likely
 
