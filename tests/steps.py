@@ -30,7 +30,7 @@ from tests.step import tensor
 BOTH = zerojax.Offload(params=True, min_bytes=0)
 BF16 = zerojax.Precision(compute="bfloat16")
 ROWS = 768  # of a batch: 2 to 6 devices and 4 microbatches divide them
-VOCAB = 256
+VOCAB = 4096
 
 
 def layers() -> Model:
