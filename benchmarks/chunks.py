@@ -18,11 +18,11 @@ from zerojax.tools._forecast import presets as _presets
 
 GPUS, CHUNK = "8xH100", 1024
 WHOLE, CHUNKS = "in one piece", f"in chunks of {CHUNK}"
-UPDATES = {"": {}, ', update="backward"': {"update": "backward"}}
-ROWS = {  # the tokens of a GPU, one sequence; whether its loss is in chunks; the options of a step
-    f"{tokens // 1024}k tokens, {way}{text}": (tokens, way == CHUNKS, options)
+UPDATES = {"": "auto", ', update="backward"': "backward"}
+ROWS = {  # the tokens of a GPU, one sequence; whether its loss is in chunks; when it updates
+    f"{tokens // 1024}k tokens, {way}{text}": (tokens, way == CHUNKS, update)
     for tokens in (8192, 32768)
-    for text, options in UPDATES.items()
+    for text, update in UPDATES.items()
     for way in (WHOLE, CHUNKS)
 }
 STORED = pathlib.Path(__file__).parent / "chunks.json"
@@ -46,10 +46,13 @@ def loss(model, in_chunks, params, tokens):
 
 
 def measured(row):
-    tokens, in_chunks, options = row
+    tokens, in_chunks, update = row
+    schedule = zerojax.Schedule(update=update)
     model = _presets.preset("llama-8b", fields={"tokens": tokens, "attention": "cudnn"})
     plan = zerojax.plan(model.make_state, mesh=zerojax.aot.mesh(GPUS), stage=3)
-    step = zerojax.train_step(functools.partial(loss, model, in_chunks), plan=plan, **options)
+    step = zerojax.train_step(
+        functools.partial(loss, model, in_chunks), plan=plan, schedule=schedule
+    )
     batch = zerojax.aot.batch(model.batch(plan.size), plan)
     program = step.lower(plan.abstract(), batch).compile()
     report = zerojax.audit(program, plan=plan)

@@ -87,7 +87,9 @@ def ours(model, offload=None, activations=None):
         return TrainState.create(apply_fn=None, params=make_params(model), tx=optax.adamw(1e-4))
 
     state = zerojax.shard_train_state(make_state, stage=3, offload=offload)
-    return zerojax.train_step(model.losses(("full",))["full"], activations=activations), state
+    return zerojax.train_step(
+        model.losses(("full",))["full"], schedule=zerojax.Schedule(activations=activations)
+    ), state
 
 
 def by_hand(model):

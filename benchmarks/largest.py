@@ -64,7 +64,9 @@ def audited(model, gpus, room, way):
     model = _presets.on(model, _gpus.parse_count(gpus)[1])
     plan = planned(model, gpus, room, way)
     activations = "host" if plan.offloads else None
-    step = zerojax.train_step(model.loss, plan=plan, activations=activations, update=way.update)
+    step = zerojax.train_step(
+        model.loss, plan=plan, schedule=zerojax.Schedule(activations=activations, update=way.update)
+    )
     batch = zerojax.aot.batch(model.batch(SEQUENCES * plan.size), plan)
     return zerojax.audit(step.lower(plan.abstract(), batch).compile(), plan=plan)
 

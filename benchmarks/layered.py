@@ -18,11 +18,13 @@ CARDS = (*groups.CARDS, 3.125)  # GB/s of each GPU's network card
 MICROBATCHES = 8
 ROWS = {  # the options of a step, and the rows of a GPU that it takes at once
     "accumulate=8": {"accumulate": MICROBATCHES},
-    'accumulate=8, order="layers"': {"accumulate": MICROBATCHES, "order": "layers"},
+    'accumulate=8, order="layers"': {
+        "accumulate": MICROBATCHES,
+        "schedule": zerojax.Schedule(order="layers"),
+    },
     'accumulate=8, order="layers", activations="host"': {
         "accumulate": MICROBATCHES,
-        "order": "layers",
-        "activations": "host",
+        "schedule": zerojax.Schedule(order="layers", activations="host"),
     },
     "one batch of 32 rows": {},
 }

@@ -95,9 +95,11 @@ ROWS = {
 def stepped(row, plan, model):
     """A step of zerojax or by hand, where `apply_gradients` fetches and stores all of the state."""
     if not row.at_once:
-        names = ("update", "activations", "accumulate", "order")
-        options = {name: getattr(row, name) for name in names}
-        return zerojax.train_step(model.loss, plan=plan, **options)
+        names = ("update", "activations", "order")
+        schedule = zerojax.Schedule(**{name: getattr(row, name) for name in names})
+        return zerojax.train_step(
+            model.loss, plan=plan, accumulate=row.accumulate, schedule=schedule
+        )
     value_and_grad = zerojax.value_and_grad(model.loss, plan)
 
     def step(state, batch):

@@ -139,7 +139,9 @@ def audited(row):
         f"{row.gpus}x{GPU.name}", tuple(sizes.values()), tuple(sizes), per_host=PER_HOST
     )
     plan = megatron.planned(model, mesh, row.stage)
-    step = zerojax.train_step(model.loss, plan=plan, activations=row.activations)
+    step = zerojax.train_step(
+        model.loss, plan=plan, schedule=zerojax.Schedule(activations=row.activations)
+    )
     batch = zerojax.aot.batch(model.batch(row.rows * plan.size), plan)
     program = step.lower(plan.abstract(), batch).compile()
     return zerojax.audit(program, plan=plan), model

@@ -33,7 +33,7 @@ import figures  # before JAX: it says what JAX may look for
 
 import zerojax
 from zerojax.tools._forecast import presets as _presets
-from zerojax.tools._hlo import gpus as _gpus, schedule as _schedule
+from zerojax.tools._hlo import gpus as _gpus, timeline as _timeline
 from zerojax.tools._hlo.module import Module
 
 STORED = figures.HERE / "published.json"
@@ -206,7 +206,12 @@ def compiled(row):
         row.model.make_state, stage=3, mesh=mesh, groups=groups, precision=precision
     )
     loss = functools.partial(row.model.loss, remat=row.remat)
-    step = zerojax.train_step(loss, plan=plan, accumulate=row.accumulate, compiler_options=OPTIONS)
+    step = zerojax.train_step(
+        loss,
+        plan=plan,
+        accumulate=row.accumulate,
+        schedule=zerojax.Schedule(compiler_options=OPTIONS),
+    )
     batch = zerojax.aot.batch(row.model.batch(row.rows * row.count * row.accumulate), plan)
     return step.lower(plan.abstract(), batch).compile().as_text()
 
@@ -256,7 +261,7 @@ def replayed(module, row, share):
     rates = dataclasses.replace(row.gpu.rates, flops=share * row.gpu.flops)
     if row.network:
         rates = dataclasses.replace(rates, network=row.network * 1e9)
-    return _schedule.replay(module, rates, row.per_host).step
+    return _timeline.replay(module, rates, row.per_host).step
 
 
 def fitted(modules, names):

@@ -41,7 +41,7 @@ STORED = figures.HERE / "state_bytes.json"
 def emulated(stage, precision, update):
     """Returns the bytes of a state's shards on the first device, after a step."""
     plan = zerojax.plan(SMALL.make_state, stage=stage, precision=precision)
-    step = zerojax.train_step(SMALL.loss, plan=plan, update=update)
+    step = zerojax.train_step(SMALL.loss, plan=plan, schedule=zerojax.Schedule(update=update))
     batch = zerojax.shard_batch(np.zeros((8, SMALL.tokens), np.int32))
     state, _ = step(plan.place(SMALL.make_state), batch)
     first = jax.devices()[0]
@@ -55,7 +55,7 @@ def compiled(stage, precision, update):
     plan = zerojax.plan(
         model.make_state, stage=stage, precision=precision, mesh=zerojax.aot.mesh(GPUS)
     )
-    step = zerojax.train_step(model.loss, plan=plan, update=update)
+    step = zerojax.train_step(model.loss, plan=plan, schedule=zerojax.Schedule(update=update))
     batch = zerojax.aot.batch(model.batch(SEQUENCES * plan.size), plan)
     report = zerojax.audit(step.lower(plan.abstract(), batch).compile(), plan=plan)
     return report, model.n_params

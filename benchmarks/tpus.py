@@ -25,7 +25,11 @@ ROWS = {  # the slice, options of the plan, options of the step
         {"stage": 3, "offload": ("opt_state", "params")},
         {},
     ),
-    "stage 3, activations on the host": ("v5e:2x4", {"stage": 3}, {"activations": "host"}),
+    "stage 3, activations on the host": (
+        "v5e:2x4",
+        {"stage": 3},
+        {"schedule": zerojax.Schedule(activations="host")},
+    ),
     "stage 3 on v6e": ("v6e:2x4", {"stage": 3}, {}),
     "stage 3 on v5p": ("v5p:2x2x2", {"stage": 3}, {}),
 }

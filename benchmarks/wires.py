@@ -21,17 +21,17 @@ from zerojax.tools._forecast import presets as _presets
 CARDS = (*groups.CARDS, 3.125)  # GB/s of each GPU's network card
 AXES = ("node", "gpu")
 SLOWER = 1.01  # the most that a change may cost
-HPZ = {"regather": "gpu"}
+USUAL, HPZ = zerojax.Schedule(), zerojax.Schedule(regather="gpu")
 WAYS = {
-    "exact": ({}, {}),
+    "exact": ({}, USUAL),
     "exact, kept in the node": ({}, HPZ),
-    "exact, 16 of 36 layers kept": ({}, {"keep_layers": 16}),
-    "weights float8_e4m3fn": ({"gather": "float8_e4m3fn"}, {}),
-    "weights int8": ({"gather": "int8"}, {}),
+    "exact, 16 of 36 layers kept": ({}, zerojax.Schedule(keep_layers=16)),
+    "weights float8_e4m3fn": ({"gather": "float8_e4m3fn"}, USUAL),
+    "weights int8": ({"gather": "int8"}, USUAL),
     "weights int8, kept in the node": ({"gather": "int8"}, HPZ),
-    "weights qkv, up int8": ({"gather": {"blocks/(qkv|up)": "int8"}}, {}),
-    "gradients int8": ({"reduce": "int8"}, {}),
-    "weights int8, gradients int8": ({"gather": "int8", "reduce": "int8"}, {}),
+    "weights qkv, up int8": ({"gather": {"blocks/(qkv|up)": "int8"}}, USUAL),
+    "gradients int8": ({"reduce": "int8"}, USUAL),
+    "weights int8, gradients int8": ({"gather": "int8", "reduce": "int8"}, USUAL),
     "weights int8, gradients int8, kept in the node": ({"gather": "int8", "reduce": "int8"}, HPZ),
     "weights int8, gradients int4, kept in the node": ({"gather": "int8", "reduce": "int4"}, HPZ),
 }
@@ -55,15 +55,15 @@ def measured(row):
 
 def compiled(name, shape, each, way):
     """Compiles a model's step and replays it for each speed of the network."""
-    precision, options = WAYS[way]
+    precision, schedule = WAYS[way]
     model = _presets.preset(name)
     mesh = zerojax.aot.mesh(f"{shape[0] * shape[1]}xH100", shape, AXES)
     precision = zerojax.Precision(compute="bfloat16", **precision)
     plan = zerojax.plan(model.make_state, mesh=mesh, axis=AXES, precision=precision)
-    step = zerojax.train_step(model.loss, plan=plan, **options)
+    step = zerojax.train_step(model.loss, plan=plan, schedule=schedule)
     batch = zerojax.aot.batch(model.batch(each * plan.size), plan)
     program = step.lower(plan.abstract(), batch).compile()
-    return groups.replayed(program, plan.regathering(step.recipe.options.regather), 1, CARDS)
+    return groups.replayed(program, plan.regathering(schedule.regather), 1, CARDS)
 
 
 def check():

@@ -80,7 +80,9 @@ def main():
     state = zerojax.shard_train_state(
         make_state, args.stage, mesh=mesh, axis="data", overrides=overrides
     )
-    step = zerojax.train_step(loss_fn, accumulate=args.accumulate, activations=activations)
+    step = zerojax.train_step(
+        loss_fn, accumulate=args.accumulate, schedule=zerojax.Schedule(activations=activations)
+    )
     evaluate = zerojax.eval_step(loss_fn)
 
     meshes.say_layout(state.params["blocks"], "up", "down")

@@ -9,6 +9,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from tests.conftest import make_mesh
+from tests.schedules import scheduled
 
 LAYERS, DIM, ROWS = 4, 128, 32
 
@@ -55,6 +56,6 @@ def planned(where: str, stage: int, **options: Any) -> Any:
 
 def audited(plan: Any, loss_fn: Any = loss, step: Any = None, state: Any = None, **options) -> Any:
     """The audit of a step on abstract arguments."""
-    step = zerojax.train_step(loss_fn, **options) if step is None else step
+    step = zerojax.train_step(loss_fn, **scheduled(options)) if step is None else step
     state = plan.abstract() if state is None else state
     return zerojax.audit(step, state, tokens(plan), plan=plan)

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh
 
 import zerojax
 import zerojax.nnx
+from tests.schedules import scheduled
 from tests.space import SEVEN, Row, settings
 from tests.trajectory import (
     OPTIMIZERS,
@@ -131,11 +132,11 @@ class Training:
         if self.is_nnx:
             source = (source,) if callable(source) else source
             self.objects = zerojax.nnx.shard(*source, **placing(row))
-            self.step = zerojax.nnx.train_step(loss, **options)
+            self.step = zerojax.nnx.train_step(loss, **scheduled(options))
         else:
             self.state = zerojax.shard_train_state(source, **placing(row))
             mutable = ("stats",) if row.fields else ()
-            self.step = zerojax.train_step(loss, mutable=mutable, **options)
+            self.step = zerojax.train_step(loss, mutable=mutable, **scheduled(options))
         if row.replayed:
             self.step = zerojax.tools.replayed(self.step, every=row.replayed)
         self.compiled = self.step.functional if self.is_nnx else self.step

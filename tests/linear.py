@@ -7,6 +7,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import zerojax
+from tests.schedules import scheduled
 
 BATCH = np.ones((8, 64), np.float32)
 
@@ -33,4 +34,4 @@ STEP, EVAL = zerojax.train_step(loss), zerojax.eval_step(loss)
 
 def start(**options):
     """A placed state, a step and a batch."""
-    return placed(optax.sgd(0.1)), zerojax.train_step(loss, **options), BATCH
+    return placed(optax.sgd(0.1)), zerojax.train_step(loss, **scheduled(options)), BATCH

@@ -9,6 +9,7 @@ from flax import nnx
 
 import zerojax
 from tests import nnx_models
+from tests.schedules import scheduled
 
 
 def parts(row: Any) -> tuple:
@@ -27,19 +28,21 @@ def parts(row: Any) -> tuple:
 
 def train(row: Any) -> str:
     loss, plan, arguments = parts(row)
-    return program(zerojax.train_step(loss, **row.options(row.step, plan)).trace(*arguments))
+    return program(
+        zerojax.train_step(loss, **scheduled(row.options(row.step, plan))).trace(*arguments)
+    )
 
 
 def train_on_gpus(row: Any) -> str:
     """Which are not there; the step is compiled with options that suit its loops."""
     loss, plan, arguments = parts(row)
-    step = zerojax.train_step(loss, **row.options(row.step, plan))
+    step = zerojax.train_step(loss, **scheduled(row.options(row.step, plan)))
     return f"{program(step.trace(*arguments))}\noptions: {step.options_for(*arguments)}"
 
 
 def compiled(row: Any) -> str:
     loss, plan, arguments = parts(row)
-    step = zerojax.train_step(loss, **row.options(row.step, plan))
+    step = zerojax.train_step(loss, **scheduled(row.options(row.step, plan)))
     return step.lower(*arguments).compile().as_text()
 
 
@@ -51,7 +54,7 @@ def evaluate(row: Any) -> str:
 def grads(row: Any) -> str:
     """In a `jax.jit` of the user's own."""
     loss, plan, (state, *arguments) = parts(row)
-    grad = jax.jit(zerojax.value_and_grad(loss, plan, **row.options(row.step, plan)))
+    grad = jax.jit(zerojax.value_and_grad(loss, plan, **scheduled(row.options(row.step, plan))))
     return program(grad.trace(state.params, *arguments))
 
 

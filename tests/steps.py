@@ -25,6 +25,7 @@ from tests import (
 )
 from tests.models import Model, convnet, gpt, mlp, transformer
 from tests.reference import make_state, split_aux
+from tests.schedules import scheduled
 from tests.step import tensor
 
 BOTH = zerojax.Offload(params=True, min_bytes=0)
@@ -155,7 +156,7 @@ class Row:
         loss = self.loss or model.loss
         if self.is_eval:
             return zerojax.eval_step(loss)
-        return zerojax.train_step(loss, mutable=tuple(model.fields), **self.options)
+        return zerojax.train_step(loss, mutable=tuple(model.fields), **scheduled(self.options))
 
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:

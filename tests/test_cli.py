@@ -184,10 +184,9 @@ FLAGS = {
         "per_host": 4,
         "rates": zerojax.tools.rates_of("A100", network=12.5e9),
         "groups": {"params": ("gpu",), "grads": ("gpu",), "opt_state": ("gpu", "node")},
-        "regather": "gpu",
+        "schedule": zerojax.Schedule(regather="gpu", update="backward"),
         "precision": PRECISION(gather="int8", reduce="int4"),
         "pad": False,
-        "update": "backward",
         "stages": [1, 3],
         "accumulate": [1, 4],
     },
@@ -198,12 +197,13 @@ FLAGS = {
         # each GPU's, whatever the memory of its host
         "rates": zerojax.tools.rates_of("A100", host=12e9, host_memory=math.inf),
         "groups": {"params": (), "opt_state": ("gpu",)},
-        "regather": False,
         "precision": PRECISION(gather="int8", **NARROW),
         "offload": ("opt_state", "params"),
-        "activations": "host",
         "tokens": 9,
-        "order": ["layers", "microbatches"],
+        "schedule": [
+            zerojax.Schedule(order=order, regather=False, activations="host")
+            for order in ("layers", "microbatches")
+        ],
     },
     "--split --moments int8": {
         "precision": PRECISION(moments="int8", **NARROW | {"master": "split"}),
@@ -212,7 +212,7 @@ FLAGS = {
     "--no-donate --mutable batch_stats": {
         "precision": PRECISION(compute="bfloat16", reduce="float32"),
         "axis": ("host", "card"),
-        "prefetch": 0,
+        "schedule": zerojax.Schedule(prefetch=False),
         "skip_nonfinite": True,
         "donate": False,
         "mutable": "batch_stats",
@@ -276,7 +276,8 @@ STUDIED = """
     from tests.forecast.fakes import batch, loss, make_state
 
     def step():
-        made = zerojax.nnx.train_step(nnx_models.loss_fn, accumulate=2, order="layers")
+        layers = zerojax.Schedule(order="layers")
+        made = zerojax.nnx.train_step(nnx_models.loss_fn, accumulate=2, schedule=layers)
         return made, nnx_models.make, batch
 
     def model():
@@ -298,8 +299,11 @@ def test_a_study_of_a_users_module(run, module, monkeypatch):
         return json.loads(out)["cases"][0]
 
     assert cell("model")["model"] == "mymodel:model" and compiled == [(3, 8, 4)]
-    assert cell("step")["settings"] == "accumulate=2, order='layers'"
-    assert cell("step", "--accumulate", "4")["settings"] == "accumulate=4, order='layers'"
+    assert cell("step")["settings"] == 'accumulate=2, schedule=zerojax.Schedule(order="layers")'
+    assert (
+        cell("step", "--accumulate", "4")["settings"]
+        == 'accumulate=4, schedule=zerojax.Schedule(order="layers")'
+    )
     code, _, err = run("study", f"{name}:keyed", *gpus)
     assert code == BAD_INPUT and "with a function batch(rows) that returns a global" in err
 
@@ -315,7 +319,8 @@ def test_what_a_study_is_told_is_passed_on(run, monkeypatch):
     run("study", "7.5b", "--set", "tokens=4096", "--gpus", "64xH100", *more.split())
     (models,), given = calls.pop()
     assert models["7.5b tokens=4096"].tokens == 4096
-    wanted = {"cache": False, "accumulate": 2, "order": "layers", "offload": "opt_state"}
+    wanted = {"cache": False, "accumulate": 2, "offload": "opt_state"}
+    wanted |= {"schedule": zerojax.Schedule(order="layers")}
     wanted |= {"rates": zerojax.tools.rates_of("H100", network=12.5e9)}
     assert {name: given[name] for name in wanted} == wanted
     monkeypatch.setattr(type(fakes.study()), "plot", lambda self, path: calls.append(path))

@@ -44,7 +44,7 @@ BAD = {
     ),
     "what choose has not": (
         ("forecast", "124m", *["--choose", "--keep-layers", "4", "--no-pad"]),
-        "--choose does not take --keep-layers, --no-pad. Leave out one or",
+        "--choose does not take --no-pad, --keep-layers. Leave out one or",
     ),
     "binary": (("audit", "binary.hlo"), "binary.hlo cannot be read as HLO (not text). Name a file"),
     "hosts of HLO": (("audit", STEP, "--per-host", "0"), "per_host=0 must be a positive integer"),

@@ -104,7 +104,9 @@ def test_program(name, stage):
         assert one.port.lines == CHANGED[name]
     mesh = jax.make_mesh((DEVICES,), (one.axis,), axis_types=(AxisType.Auto,))
     state = zerojax.shard_train_state(one.make(), stage, mesh=mesh)
-    step = zerojax.train_step(one.loss, mutable=one.mutable, compiler_options=QUICK)
+    step = zerojax.train_step(
+        one.loss, mutable=one.mutable, schedule=zerojax.Schedule(compiler_options=QUICK)
+    )
     args = (one.batch,) if one.rng is None else (one.batch, one.rng)
     report = zerojax.audit(step, state, *args)
     if stage == 3 and one.unmet:

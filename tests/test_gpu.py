@@ -13,6 +13,7 @@ import zerojax
 from tests.conftest import make_mesh
 from tests.models import gpt_loss, gpt_params
 from tests.processes import ROOT, output
+from tests.schedules import scheduled
 
 LOSS = functools.partial(gpt_loss, wrap=jax.checkpoint)
 TOKENS = np.random.default_rng(0).integers(0, 1024, (8, 128)).astype(np.int32)
@@ -52,7 +53,7 @@ def test_a_step_is_that_of_plain_jax(stage):
 @jax.default_matmul_precision("highest")  # two programs round TF32 in two ways
 def test_what_rests_in_host_memory_gives_the_same_numbers(params, activations):
     def run(offload, **options):
-        step, state = zerojax.train_step(LOSS, **options), placed(3, offload)
+        step, state = zerojax.train_step(LOSS, **scheduled(options)), placed(3, offload)
         # Copies: what `jax.device_get` returns of host memory is that memory, which is donated.
         start = jax.tree.map(np.array, state.params)
         for _ in range(3):

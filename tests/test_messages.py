@@ -7,6 +7,7 @@ import pytest
 
 import zerojax
 from tests.linear import BATCH, STEP, loss, made, placed
+from tests.schedules import scheduled
 from tests.stored import stored
 from zerojax import manual
 
@@ -23,7 +24,7 @@ def case(function, *args, **options):
 
 
 def train(**options):
-    return case(zerojax.train_step, loss, **options)
+    return lambda: zerojax.train_step(loss, **scheduled(options))
 
 
 def grads(*args):
@@ -59,7 +60,10 @@ SAID = [
         r"unexpected keyword argument 'stage'\. stage= is an option of plan and shard",
     ),
     (train(keep_layers=0), r"keep_layers=0 must be 1 or more: the number of last layers"),
-    (train(keep_layers=2, prefetch=0), r"keep_layers=2 is for .*prefetch=0 turns that off. Leave"),
+    (
+        train(keep_layers=2, prefetch=0),
+        r"keep_layers=2 is for .*prefetch=False turns that off",
+    ),
     (train(donate=None), r"donate=None must be True or False"),
     (train(skip_nonfinite=3), r"skip_nonfinite=3 must be True or False"),
     (train(compiler_options=[]), r"compiler_options=\[\] must be a dict of XLA's"),

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 import zerojax.nnx
+from tests.schedules import scheduled
 from zerojax.tools import ReplayError
 
 BROKEN = 3  # a device
@@ -80,7 +81,7 @@ def test_the_device_is_named_and_nothing_is_lost(where, what, how):
         make, placed, options = make_clipped, HOST, {"update": "backward"}
     change = getattr(fault, where)
     state = zerojax.shard_train_state(make, stage=3, **placed)
-    step = zerojax.train_step(lambda params, x: layers(params, x, change), **options)
+    step = zerojax.train_step(lambda params, x: layers(params, x, change), **scheduled(options))
     step = zerojax.tools.replayed(step, every=2)
     if how == "compiled":
         step = step.compile(state, ROWS)
@@ -114,7 +115,7 @@ def every_second(step):
 def run(wrapped, placed, options, calls=3):
     """The state after some calls, and metrics; each call gives the old state away."""
     state = zerojax.shard_train_state(make_state, **placed)
-    step = wrapped(zerojax.train_step(layers, **options))
+    step = wrapped(zerojax.train_step(layers, **scheduled(options)))
     for _ in range(calls):
         old = jax.tree.leaves(state.params)
         state, metrics = step(state, ROWS)
@@ -146,7 +147,7 @@ def test_a_step_from_a_file_checks_and_audits_are_of_the_step(tmp_path):
     step = zerojax.train_step(layers)
     checks, state = zerojax.tools.replayed(step, every=1), zerojax.shard_train_state(make_state)
     checks.compile(state, ROWS).save(tmp_path / "step.bin")
-    loaded = zerojax.load_step(tmp_path / "step.bin", checks, state, ROWS)
+    loaded = checks.load(tmp_path / "step.bin", state, ROWS)
     audits = (zerojax.audit(each, state, ROWS) for each in (step, checks))
     assert len({str(audit) for audit in audits}) == 1
     expected = step(jax.tree.map(jnp.copy, state), ROWS)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 import zerojax.nnx
 from tests.reference import assert_close
+from tests.schedules import scheduled
 from zerojax.checkpoint import export_safetensors
 
 TX = optax.sgd(1e-2)
@@ -125,13 +126,13 @@ ROWS = np.ones((9, 64), np.float32)
 
 
 def a_step(**options):
-    return lambda state, plan: zerojax.train_step(loss, **options)(state, ROWS)
+    return lambda state, plan: zerojax.train_step(loss, **scheduled(options))(state, ROWS)
 
 
 def with_its_plan(**options):
     def call(state, plan):
         pair = plan.place((params(), TX.init(params())))
-        zerojax.train_step(loss, plan=plan, tx=TX, **options)(pair, ROWS)
+        zerojax.train_step(loss, plan=plan, tx=TX, **scheduled(options))(pair, ROWS)
 
     return call
 

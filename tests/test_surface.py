@@ -23,8 +23,8 @@ from tests import house
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
-    "Checkpoints", "Offload", "Plan", "Precision", "QuantizedWire", "audit", "eval_step",
-    "forecast", "full_params", "initialize", "load_step", "mean", "mesh", "pad_batch", "plan",
+    "Checkpoints", "Offload", "Plan", "Precision", "QuantizedWire", "Schedule", "audit",
+    "eval_step", "forecast", "full_params", "initialize", "mean", "mesh", "pad_batch", "plan",
     "quantized", "resharded", "restore", "save", "shard_batch", "shard_train_state", "stream",
     "train_step", "unpad", "value_and_grad", "verify",
 }  # fmt: skip

@@ -7,6 +7,7 @@ import pytest
 
 import zerojax
 from tests.families import BATCH, FAMILIES
+from tests.schedules import scheduled
 from zerojax.tools._forecast.presets import Gpt
 
 pytestmark = pytest.mark.tpu_code
@@ -20,7 +21,10 @@ SIZES |= {"blocks/norm1": 4 * 256, "blocks/norm2": 4 * 256}
 
 def audited(where="v5e:2x4", stage=3, offload=None, rows=16, **options):
     plan = zerojax.plan(GPT.make_state, stage=stage, mesh=zerojax.aot.mesh(where), offload=offload)
-    step, batch = zerojax.train_step(GPT.loss, **options), zerojax.aot.batch(GPT.batch(rows), plan)
+    step, batch = (
+        zerojax.train_step(GPT.loss, **scheduled(options)),
+        zerojax.aot.batch(GPT.batch(rows), plan),
+    )
     return zerojax.audit(step, plan.abstract(), batch).check()
 
 

@@ -78,7 +78,9 @@ def train(args, mesh=None):
     rests = {"pinned_host" if args.offload else jax.devices()[0].default_memory().kind}
     make = lambda: make_state(args.dim)
     plan = zerojax.plan(make, stage=args.stage, offload=offload, mesh=mesh)
-    step = zerojax.train_step(loss_fn, update="backward" if args.offload else "auto")
+    step = zerojax.train_step(
+        loss_fn, schedule=zerojax.Schedule(update="backward" if args.offload else "auto")
+    )
     watchdog = zerojax.run.Watchdog(args.watchdog)
     with (
         contextlib.ExitStack() as watched,

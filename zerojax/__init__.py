@@ -37,8 +37,8 @@ if typing.TYPE_CHECKING:
     from zerojax._plan.quantize import quantized as quantized
     from zerojax._plan.resharding import resharded as resharded
     from zerojax._run.processes import initialize as initialize
-    from zerojax._step.compiled import load_step as load_step
     from zerojax._step.grad import value_and_grad as value_and_grad
+    from zerojax._step.schedule import Schedule as Schedule
     from zerojax._step.step import eval_step as eval_step, train_step as train_step
     from zerojax._wire.codecs import QuantizedWire as QuantizedWire
     from zerojax.tools._audit.audit import audit as audit
@@ -66,8 +66,8 @@ _EXPORTS = {
     "_plan.quantize": ["quantized"],
     "_plan.resharding": ["resharded"],
     "_run.processes": ["initialize"],
-    "_step.compiled": ["load_step"],
     "_step.grad": ["value_and_grad"],
+    "_step.schedule": ["Schedule"],
     "_step.step": ["eval_step", "train_step"],
     "_plan.offload": ["Offload"],
     "tools._verify.verify": ["verify"],

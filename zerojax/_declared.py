@@ -208,6 +208,14 @@ def takes(options: Callable[P, S]) -> _Takes[P, S]:
     return decorate  # type: ignore
 
 
+def described(options: type[A]) -> type[A]:
+    """Puts the help of its options into the docstring of a class that users make."""
+    options.__doc__ = _with_help(options.__doc__ or "", options)
+    for name in inspect.signature(options).parameters:
+        _TAKEN_BY[name][f"zerojax.{options.__name__}"] = None
+    return options
+
+
 def _with_help(text: str, options: Any) -> str:
     """Puts the help of each option into a docstring, in place of `{options}`."""
     if not (place := re.search(rf"^( *){re.escape(HERE)}$", text, re.MULTILINE)):

@@ -246,7 +246,7 @@ class ModelStep:
         return ModelStep(step.compile(*inputs))
 
     def load(self, path: str | os.PathLike[str], *args: PyTree) -> "ModelStep":
-        """Loads what `compile(*args).save(path)` has written; see `zerojax.load_step`."""
+        """Loads what `compile(*args).save(path)` has written, as a step of `train_step` does."""
         step, *inputs = self.pure(*args)
         return ModelStep(step.load(path, *inputs))
 

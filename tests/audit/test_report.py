@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState
 import zerojax
 from tests import steps
 from tests.stored import stored
-from zerojax.tools._hlo.schedule import Sent, Span
+from zerojax.tools._hlo.timeline import Sent, Span
 
 
 def test_audits_in_notebooks_name_cells_by_their_lines():

@@ -6,7 +6,7 @@ import pytest
 
 import zerojax
 from tests import steps
-from zerojax.tools._hlo.schedule import Sent
+from zerojax.tools._hlo.timeline import Sent
 
 MIB = 2**20  # bytes of a copy that may be anything
 TO_DEVICE, TO_HOST, IN_HOST = "to the device", "to the host", "in host memory"

@@ -15,6 +15,7 @@ import zerojax
 from tests.conftest import make_mesh
 from tests.engine.losses import each
 from tests.reference import assert_close
+from tests.schedules import scheduled
 
 DIM = 16
 draw = np.random.default_rng(0)
@@ -58,7 +59,7 @@ def planned(params, stage=3, **options):
 def lowered(loss, params, **options):
     """The gradients of a loss, lowered for shapes."""
     plan = planned(params, **options)
-    grad = jax.jit(zerojax.value_and_grad(loss, plan, roll=False))
+    grad = jax.jit(zerojax.value_and_grad(loss, plan, schedule=zerojax.Schedule(roll=False)))
     return grad.trace(plan.abstract()["params"], BATCH).lower()
 
 
@@ -122,7 +123,7 @@ def test_gradients_are_those_of_one_device():
     plan = planned(params)
     grads = {name: zerojax.value_and_grad(loss, plan) for name, loss in losses.items()}
     for name, value in {"regather": False, "accumulate": 2, "prefetch": 1}.items():
-        grads[name] = zerojax.value_and_grad(losses["alike"], plan, **{name: value})
+        grads[name] = zerojax.value_and_grad(losses["alike"], plan, **scheduled({name: value}))
     found = each(grads, plan.place({"params": params})["params"], BATCH)
     wanted = each({n: jax.value_and_grad(loss) for n, loss in losses.items()}, params, BATCH)
     for name, got in found.items():

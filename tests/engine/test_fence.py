@@ -92,7 +92,7 @@ def test_backward_gathers_again_on_gpus(layers):
         return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
 
     plan = zerojax.plan(make, mesh=zerojax.aot.mesh("8xH100"), min_shard_size=0)
-    step = zerojax.train_step(loss, plan=plan, prefetch=1)
+    step = zerojax.train_step(loss, plan=plan, schedule=zerojax.Schedule(prefetch=1))
     batch = zerojax.aot.batch(jax.ShapeDtypeStruct((64, DIM), "float32"), plan)
     traffic = zerojax.audit(step, plan.abstract(), batch).traffic
     gathered = sum(t.wire_bytes * t.trips for t in traffic if t.kind == "all-gather")

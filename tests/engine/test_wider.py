@@ -11,6 +11,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from tests.reference import assert_close
+from tests.schedules import scheduled
 
 
 def linear_with(dtype):
@@ -61,6 +62,8 @@ def test_a_wider_gradient_is_rounded_to_the_dtype_of_its_parameter(width, stage,
     assert wanted["stack"].dtype == jnp.float32, "JAX takes it"
     plan = zerojax.plan(state, stage=stage, stacked="stack")
     wrapped = functools.partial(loss, wrap=wrap)
-    value, grads = jax.jit(zerojax.value_and_grad(wrapped, plan, **options))(state.params, x)
+    value, grads = jax.jit(zerojax.value_and_grad(wrapped, plan, **scheduled(options)))(
+        state.params, x
+    )
     assert float(value) == pytest.approx(float(wanted_loss), rel=1e-2)
     assert_close(grads, jax.tree.map(lambda x: np.asarray(x, jnp.bfloat16), wanted), 1e-2)

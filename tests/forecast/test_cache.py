@@ -12,6 +12,7 @@ import pytest
 
 import zerojax
 from tests.forecast import fakes
+from tests.schedules import scheduled
 
 MINE = f"""{fakes.MODEL}
     def plain():
@@ -19,7 +20,8 @@ MINE = f"""{fakes.MODEL}
 
     def optioned():
         options = {{"xla_embed_ir_in_executable": True}}
-        return zerojax.train_step(loss, compiler_options=options), state, model()[2]
+        schedule = zerojax.Schedule(compiler_options=options)
+        return zerojax.train_step(loss, schedule=schedule), state, model()[2]
 """
 
 
@@ -191,7 +193,9 @@ def test_a_later_study_compiles_only_what_it_lacks(compiled, tmp_path, monkeypat
     def study(gpus, loss=fakes.loss, **options):
         models = {"mine": (loss, fakes.make_state, fakes.batch)}
         with fakes.cpus_for_gpus():
-            return zerojax.tools.study(models, gpus=gpus, stages=3, rows=4, **options).cases
+            return zerojax.tools.study(
+                models, gpus=gpus, stages=3, rows=4, **scheduled(options)
+            ).cases
 
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path))
     (first,) = study("2xH100")

@@ -37,7 +37,7 @@ def test_it_prints_what_was_compiled_and_the_python():
     assert 'stage=3, regather="gpu", gather="int8", reduce="int8"; full' in text
     assert "exact numbers, 1.5 s, 0.0% MFU, 1 microbatch:\n\nstate = zerojax.shard_train" in text
     assert "Faster quantized, 1.4 s, 0.0% MFU" in text
-    assert 'losses["full"], regather="gpu")' in text
+    assert 'losses["full"], schedule=zerojax.Schedule(regather="gpu"))' in text
     assert "Nothing fits. The least is about 90.0 GiB: use more GPUs or" in str(
         fakes.choice(fakes.tried(1.0, 90))
     )
@@ -98,8 +98,7 @@ def test_its_python_runs(way, made, levels):
     exec(lines, scope)
     assert scope["step"].lower(scope["state"], np.ones((16, 256), np.float32))
     options, plan = scope["step"].recipe.options, scope["state"].tx.plan
-    assert (options.accumulate, options.order) == (way.accumulate, way.order)
-    assert options.regather == (("gpu",) if way.regather == "gpu" else way.regather)
+    assert (options.accumulate, options.schedule) == (way.accumulate, way.schedule)
     assert plan.precision == way.precision(bf16) and plan.stage == way.stage
     assert plan.mesh.axis_names == (("node", "gpu") if levels else (made.get("axis", "data"),))
 

@@ -93,16 +93,15 @@ def test_a_loss_that_names_one_axis_gets_no_mesh_of_two(cpus):
 
 
 fixed = functools.partial(zerojax.nnx.train_step, nnx_models.loss_fn)
-UNKNOWN = {"xla_gpu_enable_x": True}
 
 
 REFUSED = [
     (zerojax.train_step(loss), TypeError, "passed a step, which .* options; .* Pass the loss"),
     # Its Python would not have them.
     (
-        fixed(accumulate=2, prefetch=0, donate=False, compiler_options=UNKNOWN),
+        fixed(accumulate=2, schedule=zerojax.Schedule(prefetch=False), donate=False),
         ValueError,
-        r"accumulate=..., prefetch=.*, compiler_options=...\). Leave these.*: choose finds accumu",
+        r"accumulate=..., schedule=..., donate=...\). Leave these.*: choose finds accumu",
     ),
     (
         fixed(batch_specs=PartitionSpec(None, "data")),

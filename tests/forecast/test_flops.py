@@ -11,6 +11,7 @@ from jax import lax
 
 import zerojax
 from tests.conftest import make_mesh
+from tests.schedules import scheduled
 
 ROWS, DIM, LAYERS = 16, 64, 3
 BATCH = np.ones((ROWS, DIM), np.float32)
@@ -47,7 +48,7 @@ def test_a_step_needs_three_times_the_forward(options):
     assert (w.sharding.memory_kind == "pinned_host") == ("offload" in options)
     for accumulate in (1, 2):
         given = {"tx": TX, "mutable": ("shift",), "accumulate": accumulate}
-        step = zerojax.train_step(loss_fn, plan=plan, **given)
+        step = zerojax.train_step(loss_fn, plan=plan, **scheduled(given))
         key = jax.random.key(0)
         assert zerojax.tools.step_flops(step, plan.abstract(), BATCH, key) == 3 * FORWARD
     assert zerojax.tools.step_flops(step, plan.place(make_state), BATCH) == 3 * FORWARD
@@ -65,7 +66,7 @@ def test_a_loss_that_needs_its_inputs_in_16_bits_is_counted_in_them(of_plan):
     precision = zerojax.Precision(compute="bfloat16")
     plan = zerojax.plan(make_state, tx=TX, precision=precision if of_plan else None)
     given = {"tx": TX, "mutable": ("shift",), "precision": None if of_plan else precision}
-    step = zerojax.train_step(narrow_loss, plan=plan, **given)
+    step = zerojax.train_step(narrow_loss, plan=plan, **scheduled(given))
     assert zerojax.tools.step_flops(step, plan.abstract(), BATCH) == 3 * FORWARD
 
 

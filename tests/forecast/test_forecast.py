@@ -15,6 +15,7 @@ import zerojax
 import zerojax.nnx
 from tests import audits, nnx_models
 from tests.forecast import fakes
+from tests.schedules import scheduled
 
 N = 8
 PSI = audits.LAYERS * (audits.DIM**2 + audits.DIM) + 2 * audits.DIM**2
@@ -35,12 +36,12 @@ def cpus():
 def made():
     given = {"gpus": "8xH100", "stages": (0, 2, 3)}
     with fakes.cpus_for_gpus():
-        return zerojax.forecast(audits.loss, audits.make_state, BATCH, **given)
+        return zerojax.forecast(audits.loss, audits.make_state, BATCH, **scheduled(given))
 
 
 def linear(loss=fakes.loss, make_state=fakes.make_state, batch=SMALL, **options):
     """The forecast of the smallest model."""
-    return zerojax.forecast(loss, make_state, batch, **{"gpus": "2xH100"} | options)
+    return zerojax.forecast(loss, make_state, batch, **scheduled({"gpus": "2xH100"} | options))
 
 
 def test_bytes_are_the_formulas_peaks_the_compilers_and_speed_the_modelled(made):
@@ -68,6 +69,9 @@ def test_bytes_are_the_formulas_peaks_the_compilers_and_speed_the_modelled(made)
         assert case.mfu == pytest.approx(NEEDED / N / (step * 989e12))
 
 
+ORDERS = [zerojax.Schedule(), zerojax.Schedule(order="layers")]
+
+
 @pytest.mark.parametrize(
     ("options", "ways"),
     [
@@ -75,7 +79,7 @@ def test_bytes_are_the_formulas_peaks_the_compilers_and_speed_the_modelled(made)
         ({"stages": [3, 3], "accumulate": [1, 1]}, [(3, 1, 0)]),
         # One microbatch has no order.
         (
-            {"stages": 3, "accumulate": [1, 2], "order": ["layers", "microbatches", "layers"]},
+            {"stages": 3, "accumulate": [1, 2], "schedule": [*ORDERS[::-1], ORDERS[1]]},
             [(3, 1, 1), (3, 2, 1), (3, 2, 0)],
         ),
         ({"groups": {"params": "gpu"}}, [(3, 1, 0)]),
@@ -96,7 +100,7 @@ def test_what_compiles_twice_compiles_once(options, ways, cpus):
     ids=str,
 )
 def test_a_ready_step_is_forecast_with_all_that_it_was_made_of(options, cpus):
-    step = zerojax.train_step(fakes.loss, **options)
+    step = zerojax.train_step(fakes.loss, **scheduled(options))
     (case,) = linear(step, stages=2).cases
     stage, count = 2, options.get("accumulate", 1)
     order = options.get("order", "microbatches")
@@ -110,12 +114,20 @@ def test_a_ready_step_is_forecast_with_all_that_it_was_made_of(options, cpus):
 
 def test_orders_stand_side_by_side(cpus):
     rates = zerojax.tools.rates_of("H100", link=1e6)
-    in_turn, layers = (
-        found := linear(stages=3, accumulate=2, order=("microbatches", "layers"), rates=rates)
-    ).cases
+    in_turn, layers = (found := linear(stages=3, accumulate=2, schedule=ORDERS, rates=rates)).cases
     assert [case.report.accumulate for case in found.cases] == [2, 1]
     assert layers.wire_bytes < 0.6 * in_turn.wire_bytes, "what is sent once, but for the loss"
     assert found.best is layers and "2, layers" in str(found)
+
+
+def test_schedules_stand_side_by_side(cpus):
+    """One microbatch has no order, so that two of the three are one."""
+    schedules = [*ORDERS, zerojax.Schedule(regather=False)]
+    found = linear(stages=3, schedule=schedules)
+    said = ["zerojax.Schedule()", "zerojax.Schedule(regather=False)"]
+    assert [case.schedule for case in found.cases] == said
+    again, once = (case.wire_bytes for case in found.cases)
+    assert once < again and all(text in str(found) for text in said)
 
 
 def test_what_is_given_is_in_the_title_and_in_the_cases(cpus):
@@ -129,7 +141,11 @@ def test_what_is_given_is_in_the_title_and_in_the_cases(cpus):
     }
     found = linear({"mine": fakes.loss}, large, fakes.batch(32, 256), stages=3, **given)
     dtypes = 'zerojax.Precision(compute="bfloat16", reduce="int4", gather={"w": "int8"})'
-    wanted = f"precision={dtypes}", "regather=('gpu',)", "offload='opt_state'"
+    wanted = (
+        f"precision={dtypes}",
+        'schedule=zerojax.Schedule(regather="gpu")',
+        "offload='opt_state'",
+    )
     assert sorted(found.settings) == sorted((*wanted, "network cards of 6 GB/s"))
     (case,) = found.cases
     assert case.variant == "mine" and case.tokens_per_second == 7 / case.step_seconds
@@ -220,7 +236,7 @@ NARROW = zerojax.Precision(param="bfloat16", compute="bfloat16")
 
 def hosts(loss=audits.loss, precision=NARROW, **options):
     given = {"gpus": "8xH100", "per_host": 4, "stages": 3, "precision": precision} | options
-    (case,) = zerojax.forecast(loss, audits.make_state, MANY, **given).cases
+    (case,) = zerojax.forecast(loss, audits.make_state, MANY, **scheduled(given)).cases
     assert case.report.findings() == []
     return case
 
@@ -272,6 +288,7 @@ def test_an_option_of_a_plan_or_a_step_is_one_of_forecasts_and_studies(run):
         fields = {field.name: field for field in dataclasses.fields(function.options)}
         for tool in (zerojax.forecast, zerojax.tools.study):
             assert fields.keys() - made_here <= inspect.signature(tool).parameters.keys()
+        fields |= {field.name: field for field in dataclasses.fields(zerojax.Schedule)}
         flagged = [name for name, field in fields.items() if field.metadata["flag"]]
         flags = {f"--{name.replace('_', '-')}" for name in flagged}
         for command in ("forecast", "study", "audit"):

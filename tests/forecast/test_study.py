@@ -12,6 +12,7 @@ import zerojax
 import zerojax.nnx
 from tests import nnx_models
 from tests.forecast import fakes
+from tests.schedules import scheduled
 
 MINE = {"mine": (fakes.loss, fakes.make_state, fakes.batch)}
 USABLE = fakes.H100.usable / 2**30  # 72.8 GiB
@@ -24,7 +25,7 @@ def compiled(monkeypatch):
 
 
 def made(gpus=("8xH100", "16xH100"), models=MINE, stages=(1, 3), rows=(4,), **options):
-    return zerojax.tools.study(models, gpus=gpus, stages=stages, rows=rows, **options)
+    return zerojax.tools.study(models, gpus=gpus, stages=stages, rows=rows, **scheduled(options))
 
 
 def of(loss=fakes.loss, rate=1e-3, batch=fakes.batch):
@@ -49,8 +50,8 @@ def test_figures_are_those_of_a_forecast():
     rates = zerojax.tools.rates_of("H100", network=1e9)
     options = {"gpus": "8xH100", "stages": 3, "accumulate": 2, "rates": rates}
     with fakes.cpus_for_gpus():
-        (cell,) = zerojax.tools.study(MINE, rows=4, cache=False, **options).cases
-        same = zerojax.forecast(fakes.loss, fakes.make_state, fakes.batch(32), **options)
+        (cell,) = zerojax.tools.study(MINE, rows=4, cache=False, **scheduled(options)).cases
+        same = zerojax.forecast(fakes.loss, fakes.make_state, fakes.batch(32), **scheduled(options))
     (case,) = same.cases
     costs, others = cell.to_dict(), {"model", "asked", "settings"}
     for name, value in case.to_dict().items():

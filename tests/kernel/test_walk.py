@@ -30,7 +30,7 @@ tx = optax.adam(1e-3)
 state = TrainState.create(apply_fn=None, params={"w": jnp.ones((3, 16, 16))}, tx=tx)
 sys.setprofile(enter)
 state = zerojax.shard_train_state(state, stage=3)
-step = zerojax.train_step(loss, prefetch=1)
+step = zerojax.train_step(loss, schedule=zerojax.Schedule(prefetch=True))
 step(state, jnp.ones((8, 16)))
 sys.setprofile(None)
 for file, code in entered:

@@ -14,6 +14,7 @@ from tests.collectives import collectives, scans_of
 from tests.conftest import make_mesh
 from tests.models import gpt, gpt_block, gpt_params, norm
 from tests.reference import assert_close
+from tests.schedules import scheduled
 from zerojax.tools._forecast import presets as _presets
 
 LAYERS, DIM, TOKENS, ROWS = 3, 32, 8, 16
@@ -23,7 +24,9 @@ X = np.asarray(jax.random.normal(DRAWN[1], (ROWS, DIM)))
 
 def grad_of(loss, params, order, devices=4, **options):
     plan = zerojax.plan({"params": params}, mesh=make_mesh(devices))
-    return zerojax.value_and_grad(loss, plan, order=order, **{"accumulate": 4} | options)
+    return zerojax.value_and_grad(
+        loss, plan, **scheduled({"order": order, "accumulate": 4} | options)
+    )
 
 
 def both(loss, params, *args, **options):
@@ -164,9 +167,11 @@ def test_steps_for_gpus_keep_the_contract_of_one_microbatch():
     model = _presets.Gpt(4, 256, 4, vocab=512, tokens=64)
     made = {}
     for order in ("microbatches", "layers"):
-        step = zerojax.train_step(model.loss, accumulate=4, order=order)
+        step = zerojax.train_step(model.loss, accumulate=4, schedule=zerojax.Schedule(order=order))
         options = {"gpus": "8xH100", "stages": 3, "precision": zerojax.Precision("bfloat16")}
-        forecast = zerojax.forecast(step, model.make_state, model.batch(8 * 4 * 2), **options)
+        forecast = zerojax.forecast(
+            step, model.make_state, model.batch(8 * 4 * 2), **scheduled(options)
+        )
         (made[order],) = forecast.cases
         assert made[order].report.findings() == [] and made[order].accumulate == 4
     assert made["layers"].wire_bytes < 0.3 * made["microbatches"].wire_bytes
@@ -219,13 +224,15 @@ NO_LAYERS = r"the loss has no scan over stacked parameters. Stack the layers \(j
 def test_a_loss_without_such_layers_runs_one_microbatch_after_another(loss, why):
     params = {"w": 0.1 * jax.random.normal(DRAWN[0], (3, DIM, DIM))}
     make = lambda: TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
-    step = zerojax.train_step(loss, accumulate=2, order="layers")
+    step = zerojax.train_step(loss, accumulate=2, schedule=zerojax.Schedule(order="layers"))
     with pytest.warns(UserWarning, match=f"order='layers' is left out: {why}"):
         new, metrics = step(zerojax.shard_train_state(make), X)
     assert re.search(f"order='layers' is left out: {why}", repr(step))
     wanted = make().apply_gradients(grads=jax.grad(loss)(params, X))
     assert_close(new.params, wanted.params, 1e-5)
     assert float(metrics["loss"]) == pytest.approx(float(loss(params, X)), rel=1e-5)
-    backward = zerojax.train_step(loss, accumulate=2, order="layers", update="backward")
+    backward = zerojax.train_step(
+        loss, accumulate=2, schedule=zerojax.Schedule(order="layers", update="backward")
+    )
     with pytest.raises(ValueError, match=rf"update='backward' of 2 microbatches .*{why}"):
         backward(zerojax.shard_train_state(make), X)

@@ -15,6 +15,7 @@ from tests.conftest import make_mesh
 from tests.plan.test_precision import HALVED, linear, made, stacks
 from tests.plan.test_rounding import numbers
 from tests.reference import assert_equal_bits
+from tests.schedules import scheduled
 from zerojax import _compat
 from zerojax._plan import encodings, kept
 from zerojax._plan.roles import names_of
@@ -247,7 +248,7 @@ def test_sharding_changes_no_bit(stage, dim, placed, options):
     one = jax.jit(lambda s, batch: s.apply_gradients(grads=jax.grad(linear)(s.params, batch)))
     placed = {"mesh": TWO} | placed
     state = zerojax.shard_train_state(drawn(dim), stage, precision=SEVEN, **placed)
-    step = zerojax.train_step(linear, **options)
+    step = zerojax.train_step(linear, **scheduled(options))
     for seed in range(3):
         batch = np.random.default_rng(seed).integers(0, 2, (32, dim)).astype("f")
         wanted = one(wanted, batch)
@@ -296,7 +297,7 @@ def test_codes_in_host_memory_are_updated_layer_by_layer():
 
 def test_codes_in_host_memory_are_not_updated_in_backward():
     state = zerojax.shard_train_state(drawn(16), stage=3, precision=SEVEN, mesh=TWO, **HOST)
-    step = zerojax.train_step(linear, update="backward")
+    step = zerojax.train_step(linear, schedule=zerojax.Schedule(update="backward"))
     with pytest.raises(
         ValueError, match=r"blocks/w: its opt_state\S+: it has codes in host memory"
     ):

@@ -19,6 +19,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import zerojax
+from tests.schedules import scheduled
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--directory", required=True)
@@ -57,7 +58,7 @@ def loss(params, batch, noise=None):
 
 
 def step(state, batch, *args, loss=loss, **options):
-    return zerojax.train_step(loss, donate=False, **options)(state, batch, *args)
+    return zerojax.train_step(loss, donate=False, **scheduled(options))(state, batch, *args)
 
 
 def two_steps():

@@ -286,7 +286,7 @@ step = zerojax.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
 if sys.argv[1] == "save":
     step.compile(state, batch).save("step.bin")
 else:
-    step = zerojax.load_step("step.bin", step, state, batch)
+    step = step.load("step.bin", state, batch)
 for _ in range(2):
     state, metrics = step(state, batch)
 print(f"loss {float(metrics['loss']):.6f}")

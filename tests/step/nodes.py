@@ -9,6 +9,7 @@ import optax
 
 import zerojax
 from tests.collectives import collectives
+from tests.schedules import scheduled
 
 LAYERS, DIM = 4, 64
 AXES = ("node", "gpu")
@@ -39,7 +40,7 @@ def planned(tx=SGD, **placing):
 
 def traced(plan, loss=loss, tx=SGD, **options):
     """The jaxpr of a step."""
-    step = zerojax.train_step(loss, tx=tx, plan=plan, **options)
+    step = zerojax.train_step(loss, tx=tx, plan=plan, **scheduled(options))
     return step.trace(plan.abstract(), BATCH).jaxpr
 
 

@@ -13,6 +13,7 @@ import zerojax
 from tests.conftest import make_mesh
 from tests.models import EPS
 from tests.reference import assert_close, split_aux
+from tests.schedules import scheduled
 
 ALL = zerojax.Offload(min_bytes=0)
 BATCH = np.arange(32) % 60
@@ -43,7 +44,7 @@ def trained(make=stacks, loss=loss, placing=None, **options):
     """A step, the state after it and its metrics."""
     placing = {"mesh": make_mesh(2), **(placing or {})}
     state = zerojax.shard_train_state(make, **placing)
-    step = zerojax.train_step(loss, **options)
+    step = zerojax.train_step(loss, **scheduled(options))
     return step, *jax.block_until_ready(step(state, BATCH))
 
 
@@ -79,6 +80,6 @@ def on_gpus(gpus, stage=3, update="after", offload=None, layers=8):
     batch = zerojax.aot.batch(jax.ShapeDtypeStruct((64,), "int32"), plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step = zerojax.train_step(loss, plan=plan, update=update)
+        step = zerojax.train_step(loss, plan=plan, schedule=zerojax.Schedule(update=update))
         compiled = step.lower(plan.abstract(), batch).compile()
     return plan, compiled, zerojax.audit(compiled, plan=plan)

@@ -17,6 +17,7 @@ from tests.audits import DIM, LAYERS
 from tests.collectives import collectives, scans_of
 from tests.conftest import make_mesh
 from tests.reference import assert_close
+from tests.schedules import scheduled
 from tests.step import tensor
 from tests.steps import BOTH
 
@@ -44,7 +45,7 @@ plain = functools.partial(checkpointed, wrap=lambda layer: layer)
 def traced(loss, stage=3, devices=8, offload=None, rows=ROWS, **options):
     """The jaxpr of a step, for shapes."""
     plan = zerojax.plan(audits.make_state, stage=stage, mesh=make_mesh(devices), offload=offload)
-    step = zerojax.train_step(loss, **options)
+    step = zerojax.train_step(loss, **scheduled(options))
     return step.trace(plan.abstract(), audits.tokens(plan, rows)).jaxpr
 
 
@@ -122,7 +123,9 @@ def test_value_and_grad_has_it_too():
     plan = zerojax.plan(audits.make_state, stage=3)
     args = plan.abstract().params, audits.tokens(plan, ROWS)
     for where in ("host", None):
-        grad = zerojax.value_and_grad(checkpointed, plan, activations=where)
+        grad = zerojax.value_and_grad(
+            checkpointed, plan, schedule=zerojax.Schedule(activations=where)
+        )
         assert ("<host>" in str(jax.make_jaxpr(grad)(*args))) == (where is not None)
 
 
@@ -163,7 +166,7 @@ def test_parts_in_host_memory():
 def test_on_gpus_they_travel_by_the_copy_engines(gpus, loss, where):
     mesh, layers, dim, rows = zerojax.aot.mesh(gpus), 8, 512, 2048
     plan = zerojax.plan(lambda: audits.make_state(None, layers, dim), stage=3, mesh=mesh)
-    step = zerojax.train_step(loss, plan=plan, activations=where)
+    step = zerojax.train_step(loss, plan=plan, schedule=zerojax.Schedule(activations=where))
     batch = zerojax.aot.batch(jax.ShapeDtypeStruct((rows * mesh.size,), "int32"), plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of older JAX, which reads them by kernels
@@ -184,12 +187,16 @@ def test_on_gpus_they_travel_by_the_copy_engines(gpus, loss, where):
 def test_a_loss_without_such_layers_keeps_its_activations_where_they_are():
     params = {"a": jnp.ones((DIM, DIM)), "b": jnp.ones((DIM, DIM))}
     make = lambda: TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
-    step = zerojax.train_step(lambda p, x: jnp.mean(jnp.tanh(x @ p["a"]) @ p["b"]), **HOST)
+    step = zerojax.train_step(
+        lambda p, x: jnp.mean(jnp.tanh(x @ p["a"]) @ p["b"]), **scheduled(HOST)
+    )
     says = r"activations=\('host',\) is left out: the loss has no scan of stacked parameters"
     with pytest.warns(UserWarning, match=says):
         text = step.lower(zerojax.shard_train_state(make), jnp.ones((16, DIM))).as_text()
     assert "is left out" in repr(step) and "pinned_host" not in text
-    wrong = zerojax.train_step(lambda p, x: jnp.mean(x @ p["a"]), activations="rack")
+    wrong = zerojax.train_step(
+        lambda p, x: jnp.mean(x @ p["a"]), schedule=zerojax.Schedule(activations="rack")
+    )
     unknown = pytest.raises(ValueError, match=r"activations='rack' is not known. Pass 'host'")
     with unknown, pytest.warns(UserWarning, match="is left out"):
         wrong(zerojax.shard_train_state(make), jnp.ones((16, DIM)))

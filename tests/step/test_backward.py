@@ -13,6 +13,7 @@ from tests import steps
 from tests.collectives import every_equation
 from tests.conftest import make_mesh
 from tests.reference import assert_close
+from tests.schedules import scheduled
 from tests.step import stacks
 from tests.step.stacks import BATCH, adam, is_on_host, loop, loss, on_gpus
 
@@ -34,7 +35,7 @@ def carried_by_updates(jaxpr):
 
 def carried(make=stacks.stacks, loss=loss, stage=3, update="backward", **options):
     plan = zerojax.plan(make, stage=stage, mesh=make_mesh(2))
-    step = zerojax.train_step(loss, update=update, **options)
+    step = zerojax.train_step(loss, **scheduled({"update": update} | options))
     return carried_by_updates(step.trace(plan.abstract(), BATCH).jaxpr)
 
 
@@ -139,7 +140,7 @@ def test_a_pair_and_its_optimizer():
     tx, params = adam(), stacks.stacks().params
     pair = (params, tx.init(params))
     plan = zerojax.plan(pair, tx=tx, mesh=make_mesh(2), offload=stacks.ALL)
-    step = zerojax.train_step(loss, plan=plan, tx=tx, update="backward")
+    step = zerojax.train_step(loss, plan=plan, tx=tx, schedule=zerojax.Schedule(update="backward"))
     state, _ = step(plan.place(pair), BATCH)
     wanted, _ = stacks.on_one_device()
     assert_close(jax.device_get(state), (wanted.params, wanted.opt_state))

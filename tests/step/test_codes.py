@@ -11,6 +11,7 @@ import zerojax
 from tests import audits
 from tests.collectives import collectives
 from tests.reference import assert_equal_bits
+from tests.schedules import scheduled
 from tests.step import nodes
 from tests.step.nodes import AXES, BATCH, LAYERS, LEVELS, PARAMS
 
@@ -31,7 +32,7 @@ def off(grads):
 
 
 def grads_of(plan, params=PARAMS, **options):
-    return jax.jit(zerojax.value_and_grad(nodes.loss, plan, **options))(params, BATCH)[1]
+    return jax.jit(zerojax.value_and_grad(nodes.loss, plan, **scheduled(options)))(params, BATCH)[1]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_the_plan_says_what_travels_as_codes():
 def step_on_gpus(where, shape, axes, **precision):
     options = {"axis": axes, "precision": zerojax.Precision(**precision)}
     plan = zerojax.plan(audits.make_state, mesh=zerojax.aot.mesh(where, shape, axes), **options)
-    step = zerojax.train_step(audits.loss, plan=plan, prefetch=1)
+    step = zerojax.train_step(audits.loss, plan=plan, schedule=zerojax.Schedule(prefetch=1))
     return step, plan.abstract(), audits.tokens(plan)
 
 

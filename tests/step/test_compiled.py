@@ -47,9 +47,9 @@ def test_a_step_is_compiled_saved_and_loaded(tmp_path, compiled):
     wanted = step(placed(), ROWS)
     del compiled[:]
     state = placed()
-    loaded = zerojax.load_step(file, zerojax.train_step(loss), state, ROWS)
+    loaded = zerojax.train_step(loss).load(file, state, ROWS)
     loaded.save(file)
-    loaded = zerojax.load_step(file, zerojax.train_step(loss), state, ROWS)
+    loaded = zerojax.train_step(loss).load(file, state, ROWS)
     found = loaded(state, ROWS)
     assert "jit(step)" not in compiled and state.params["w"].is_deleted()
     assert_close(found, wanted, 0)
@@ -76,7 +76,7 @@ CALLED_WITH = {
 
 @pytest.mark.parametrize("name", CALLED_WITH)
 def test_a_compiled_step_says_what_it_is_for(name, saved):
-    step = zerojax.load_step(saved, zerojax.train_step(loss), placed(), ROWS)
+    step = zerojax.train_step(loss).load(saved, placed(), ROWS)
     with pytest.raises((TypeError, ValueError)) as raised:
         step(*CALLED_WITH[name]())
     (note,) = getattr(raised.value, "__notes__", [""])
@@ -95,7 +95,7 @@ OTHERS = {
 def test_what_was_compiled_for_something_else_is_refused(name, saved):
     other, state, rows = OTHERS[name]()
     with pytest.raises(ValueError, match=f"for something else:(.|\n)*  {name}: ") as raised:
-        zerojax.load_step(saved, zerojax.train_step(other), state, rows)
+        zerojax.train_step(other).load(saved, state, rows)
     text = str(raised.value)
     assert " there, " in text and "here: step.compile(state, batch).save(path)." in text
     assert "the version of JAX" not in text
@@ -128,14 +128,14 @@ def test_a_batch_may_rest_elsewhere_there_and_here(kind, tmp_path):
     wanted = step(plan.place(make), ROWS, key)
     for name in ("on the host", "placed"):
         others = batches["placed" if name == "on the host" else "on the host"]
-        loaded = zerojax.load_step(files[name], step, plan.abstract(), others, key)
+        loaded = step.load(files[name], plan.abstract(), others, key)
         assert_close(loaded(plan.place(make), others, key), wanted, 0)
 
 
 def test_a_batch_that_rests_otherwise_is_named(saved):
     rows = jax.device_put(ROWS, replicated())
     with pytest.raises(ValueError, match=r"the program: .*, where the batch rests, or"):
-        zerojax.load_step(saved, zerojax.train_step(loss), placed(), rows)
+        zerojax.train_step(loss).load(saved, placed(), rows)
 
 
 def everyones(file):
@@ -159,11 +159,11 @@ def test_a_file_that_others_can_write_to_is_refused(open_up, saved, tmp_path, mo
     )
     with monkeypatch.context() as patch, pytest.raises(ValueError, match=says):
         patch.setattr(pathlib.Path, "read_bytes", None)
-        zerojax.load_step(file, zerojax.train_step(loss), placed(), ROWS)
+        zerojax.train_step(loss).load(file, placed(), ROWS)
     before = os.umask(0)
-    zerojax.load_step(saved, zerojax.train_step(loss), placed(), ROWS).save(file)
+    zerojax.train_step(loss).load(saved, placed(), ROWS).save(file)
     os.umask(before)
-    zerojax.load_step(file, zerojax.train_step(loss), placed(), ROWS)
+    zerojax.train_step(loss).load(file, placed(), ROWS)
 
 
 @pytest.mark.parametrize("how", ["step", "compiled", "loaded"])
@@ -180,7 +180,7 @@ def test_state_in_host_memory_stays_there_on_axes_of_two_types(how, tmp_path):
         run = step.compile(state, ROWS)
     if how == "loaded":
         run.save(tmp_path / "step.bin")
-        run = zerojax.load_step(tmp_path / "step.bin", step, state, ROWS)
+        run = step.load(tmp_path / "step.bin", state, ROWS)
     wanted = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)]
     for _ in range(3):
         state, metrics = run(state, ROWS)
@@ -193,10 +193,10 @@ def test_state_in_host_memory_stays_there_on_axes_of_two_types(how, tmp_path):
 
 def test_an_option_and_another_jax_are_named(saved, monkeypatch):
     with pytest.raises(ValueError, match="\n  accumulate: 1 there, 2 here\n"):
-        zerojax.load_step(saved, zerojax.train_step(loss, accumulate=2), placed(), ROWS)
+        zerojax.train_step(loss, accumulate=2).load(saved, placed(), ROWS)
     monkeypatch.setattr(jax, "__version__", "0.99")
     with pytest.raises(ValueError, match=r"\n  the version of JAX: \S+ there, 0.99 here\n"):
-        zerojax.load_step(saved, zerojax.train_step(loss), placed(), ROWS)
+        zerojax.train_step(loss).load(saved, placed(), ROWS)
 
 
 def test_a_program_that_jax_lowers_otherwise_is_refused(tmp_path):
@@ -208,7 +208,7 @@ def test_a_program_that_jax_lowers_otherwise_is_refused(tmp_path):
         jax.threefry_partitionable(not jax.config.jax_threefry_partitionable),
         pytest.raises(ValueError, match="\n  the program: "),
     ):
-        zerojax.load_step(file, zerojax.train_step(drawn), placed(), ROWS)
+        zerojax.train_step(drawn).load(file, placed(), ROWS)
 
 
 def test_an_optimizer_that_is_passed_is_known_by_what_it_does(tmp_path):
@@ -222,10 +222,10 @@ def test_an_optimizer_that_is_passed_is_known_by_what_it_does(tmp_path):
 
     (one, state), (same, again), (other, last) = map(step, (0.1, 0.1, 0.2))
     one.compile(state, ROWS).save(file := tmp_path / "step.bin")
-    assert_close(zerojax.load_step(file, same, again, ROWS)(again, ROWS), one(state, ROWS), 0)
+    assert_close(same.load(file, again, ROWS)(again, ROWS), one(state, ROWS), 0)
     says = r"something else:\n  the program: .* here \(.*, such as the learning rate, .*\)\nCompile"
     with pytest.raises(ValueError, match=says):
-        zerojax.load_step(file, other, last, ROWS)
+        other.load(file, last, ROWS)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 20, -100])
@@ -234,11 +234,11 @@ def test_damaged_files_are_refused(keep, saved, tmp_path):
     file, data = tmp_path / "damaged.bin", saved.read_bytes()
     write = r"step.compile\(state, batch\).save\(path\)"
     with pytest.raises(FileNotFoundError, match=rf"no compiled step is at .*damaged.bin.*{write}"):
-        zerojax.load_step(file, zerojax.train_step(loss), placed(), ROWS)
+        zerojax.train_step(loss).load(file, placed(), ROWS)
     for damaged in (data[:keep], data[:keep] + bytes([data[keep] ^ 1]) + data[keep:][1:]):
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=rf"damaged.bin is (not|damaged).*{write}"):
-            zerojax.load_step(file, zerojax.train_step(loss), placed(), ROWS)
+            zerojax.train_step(loss).load(file, placed(), ROWS)
 
 
 def test_a_step_with_a_callback_cannot_be_saved(tmp_path):
@@ -260,7 +260,7 @@ def test_a_step_that_has_run_is_loaded_on_an_axis_of_size_1(tmp_path):
     step, rows = zerojax.train_step(loss), zerojax.shard_batch(ROWS, plan=state)
     state, _ = step(state, rows)
     step.compile(state, rows).save(tmp_path / "step.bin")
-    loaded = zerojax.load_step(tmp_path / "step.bin", zerojax.train_step(loss), state, rows)
+    loaded = zerojax.train_step(loss).load(tmp_path / "step.bin", state, rows)
     assert_close(loaded(state, rows)[1]["loss"], loss({"w": np.full((32, 64), 0.99)}, ROWS), 1e-5)
 
 
@@ -278,7 +278,7 @@ def test_a_step_of_nnx_is_compiled_saved_and_loaded(tmp_path):
             step.save(tmp_path / "step.bin")
         elif kind == "loaded":
             step = zerojax.nnx.train_step(lambda model, x: jnp.mean(model(x) ** 2))
-            step = zerojax.load_step(tmp_path / "step.bin", step, *args)
+            step = step.load(tmp_path / "step.bin", *args)
         step(*args)
         found.append((step(*args)["loss"], args[0].kernel.get_value()))
     assert_close(found[1], found[0], 0)

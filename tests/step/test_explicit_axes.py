@@ -19,6 +19,7 @@ import zerojax.nnx
 from tests.conftest import make_mesh
 from tests.families import BATCH, FAMILIES
 from tests.reference import assert_close
+from tests.schedules import scheduled
 from tests.step import tensor
 from zerojax.tools._forecast.mfu import needed_flops
 
@@ -49,7 +50,7 @@ def loss(params, x):
 def trained(state, loss, batch, **options):
     """The state and metrics after two steps, and how many operations of each kind the program has:
     of one program, whose inputs are donated, and which keeps types."""
-    before, step = types(state), zerojax.train_step(loss, **options)
+    before, step = types(state), zerojax.train_step(loss, **scheduled(options))
     text = step.lower(state, batch).compile().as_text()
     for _ in range(2):
         old, (state, metrics) = state, step(state, batch)

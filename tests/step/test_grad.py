@@ -12,6 +12,7 @@ from tests.conftest import is_here, make_mesh
 from tests.models import mlp
 from tests.placed import shardings
 from tests.reference import assert_close, make_state, reference_run
+from tests.schedules import scheduled
 
 PARAMS = {"w": jnp.ones((16, 8))}
 X = jnp.ones((16, 16))
@@ -20,7 +21,7 @@ PLAN = zerojax.plan({"params": PARAMS}, mesh=make_mesh(4))
 
 
 def grad(loss, *args, **options):
-    return zerojax.value_and_grad(loss, PLAN, **options)(*args)
+    return zerojax.value_and_grad(loss, PLAN, **scheduled(options))(*args)
 
 
 def test_drop_in_for_a_loop_of_ones_own():

@@ -70,7 +70,7 @@ def test_an_unrolled_loop_gathers_again_in_backward():
     """XLA would merge forward's and backward's gathers, and keep full weights."""
     plan = nodes.planned(groups=AMSP)
     loss = functools.partial(nodes.loss, unroll=LAYERS)
-    step = zerojax.train_step(loss, tx=SGD, plan=plan, prefetch=0)
+    step = zerojax.train_step(loss, tx=SGD, plan=plan, schedule=zerojax.Schedule(prefetch=0))
     report = zerojax.audit(step, plan.abstract(), BATCH)
     within = [t for t in report.traffic if t.kind == "all-gather" and t.axes == GPU]
     # Nothing asks for the gradient of the batch, for which backward would need the first layer.

@@ -11,6 +11,7 @@ import zerojax
 from tests import linear
 from tests.conftest import make_mesh
 from tests.linear import BATCH
+from tests.schedules import scheduled
 
 PARAMS = {"w": np.ones((64, 16), np.float32)}
 MESH = make_mesh(2)
@@ -32,7 +33,7 @@ def fields():
 
 
 def step(loss=linear.loss, **options):
-    return zerojax.train_step(loss, **options)
+    return zerojax.train_step(loss, **scheduled(options))
 
 
 def traced(plan_or_state, loss=linear.loss, **options):
@@ -43,7 +44,7 @@ def traced(plan_or_state, loss=linear.loss, **options):
 
 
 def grad(loss, *args, plan=PLAN, **options):
-    return zerojax.value_and_grad(loss, plan, **options)(*args)
+    return zerojax.value_and_grad(loss, plan, **scheduled(options))(*args)
 
 
 def two(params, x, y):
@@ -54,9 +55,9 @@ NO_PLAN = r"takes a plan, got {}\. Make one: zerojax\.plan\(state"
 ONE_BATCH = r"argument 3 of the loss would be split.*as one batch.*\(PartitionSpec\(\), {}\) splits"
 ROWS = [
     # options
-    (lambda: step(prefetch=2), "prefetch must be 0, 1 or 'auto', got 2: the number of layers"),
+    (lambda: step(prefetch=2), "prefetch must be 'auto', True or False, got 2: whether"),
     (lambda: step(order="rows"), "order must be 'microbatches' or 'layers', got 'rows': whether"),
-    (lambda: step(keep_layers=2, prefetch=0), "prefetch=0 turns that off. Leave prefetch= out"),
+    (lambda: step(keep_layers=2, prefetch=0), "prefetch=False turns that off. Leave prefetch= out"),
     (lambda: step(keep_layers=2, regather=False), "keep_layers=2 .*Leave one of them out"),
     *(
         (lambda n=n: step(accumulate=n), "accumulate must be a positive integer")

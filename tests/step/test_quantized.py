@@ -16,6 +16,7 @@ import zerojax.nnx
 from tests.collectives import collectives, every_equation
 from tests.conftest import make_mesh
 from tests.reference import assert_close, assert_equal_bits
+from tests.schedules import scheduled
 from zerojax.checkpoint import export_safetensors, import_safetensors
 from zerojax.manual import dequantized
 
@@ -125,7 +126,7 @@ def test_steps_are_those_of_one_device_with_the_same_weights(loss, stage, make):
 
 def traced(loss, state, stage=3, **options):
     plan = zerojax.plan(state, stage=stage)
-    return zerojax.train_step(loss, **options).trace(plan.abstract(), BATCH).jaxpr
+    return zerojax.train_step(loss, **scheduled(options)).trace(plan.abstract(), BATCH).jaxpr
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
 from tests.reference import State, assert_close
+from tests.schedules import scheduled
 from tests.step.python_loops import (
     DIM,
     KEY,
@@ -253,7 +254,9 @@ def planned(params):
 def gradients(params, loss, **options):
     plan = planned(params)
     placed = plan.place((jax.tree.map(jnp.asarray, params), ()))[0]
-    return jax.jit(zerojax.value_and_grad(loss, plan, **options)).trace(placed, TOKENS, KEY), placed
+    return jax.jit(zerojax.value_and_grad(loss, plan, **scheduled(options))).trace(
+        placed, TOKENS, KEY
+    ), placed
 
 
 def scans(traced):
@@ -379,7 +382,7 @@ def trained(loss, params, **options):
         apply_fn=None, params=jax.tree.map(jnp.asarray, params), tx=optax.sgd(0.1)
     )
     state = zerojax.shard_train_state(make, stage=3, mesh=make_mesh(), min_shard_size=1)
-    return zerojax.train_step(loss, **options), state
+    return zerojax.train_step(loss, **scheduled(options)), state
 
 
 @pytest.mark.parametrize(
@@ -452,7 +455,9 @@ def test_what_stays_is_told(layer, count, says):
 
 
 def test_whole_parameters_are_told():
-    step = zerojax.train_step(lambda params, x: jnp.mean(x @ params["w"]), roll=True)
+    step = zerojax.train_step(
+        lambda params, x: jnp.mean(x @ params["w"]), schedule=zerojax.Schedule(roll=True)
+    )
     state = TrainState.create(apply_fn=None, params={"w": jnp.ones((32, 8))}, tx=optax.sgd(0.1))
     step(zerojax.shard_train_state(state, stage=2, mesh=make_mesh()), np.ones((8, 32), "f"))
     assert str(step).endswith(NOTHING + "parameter is sharded (stage 3)")
@@ -521,7 +526,7 @@ def test_five_steps_are_those_of_one_device(model, remat, devices, tx, options, 
 
     place = {"stage": 3, "mesh": make_mesh(devices), "min_shard_size": 1, "precision": precision}
     state, wanted = zerojax.shard_train_state(make, pad=True, **place), make()
-    step = zerojax.train_step(loss, **options)
+    step = zerojax.train_step(loss, **scheduled(options))
     tolerance = 2e-2 if precision else 1e-5
     for _ in range(5):
         (state, metrics), (wanted, value) = step(state, batch), plain(wanted)
@@ -549,7 +554,7 @@ def test_a_rolled_layer_without_a_checkpoint_keeps_less_than_an_unrolled_one():
     shape = jax.ShapeDtypeStruct((8 * 32, 64), np.int32)
     peaks = []
     for roll in (True, False):
-        grad = jax.jit(zerojax.value_and_grad(loss, plan, roll=roll))
+        grad = jax.jit(zerojax.value_and_grad(loss, plan, schedule=zerojax.Schedule(roll=roll)))
         args = plan.abstract()[0], zerojax.aot.batch(shape, plan), KEY
         peaks.append(grad.lower(*args).compile().memory_analysis().temp_size_in_bytes)
     assert peaks[0] < 0.8 * peaks[1]

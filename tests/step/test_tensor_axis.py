@@ -12,6 +12,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import zerojax
+from tests.schedules import scheduled
 from tests.step.tensor import (
     BATCH,
     DIM,
@@ -110,7 +111,7 @@ def narrow(stage, loss, mesh=None, axis=None, precision=None, **options):
     params["up"] = jax.device_put(params["up"], NamedSharding(mesh, P(None, None, "tensor")))
     state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
     state = zerojax.shard_train_state(state, stage, mesh=mesh, axis=axis, precision=precision)
-    return zerojax.train_step(loss, **options), state, BATCH
+    return zerojax.train_step(loss, **scheduled(options)), state, BATCH
 
 
 @pytest.mark.parametrize(

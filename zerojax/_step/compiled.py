@@ -17,7 +17,6 @@ from jax.core import Tracer
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 
-from zerojax._declared import checked
 from zerojax._loss import arguments as _arguments
 from zerojax._plan import move as _move, padding as _padding
 from zerojax._plan.plan import Plan
@@ -72,7 +71,7 @@ class CompiledStep:
         return self.executable.memory_analysis()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the step to a file, from which `zerojax.load_step` takes it in another process.
+        """Writes the step to a file, from which the step's `load` takes it in another process.
 
         Where there are several processes, the first one writes, on a file system that all read.
         """
@@ -112,39 +111,6 @@ def at_rest(results: PyTree, plan: Plan | None) -> PyTree:
         state = treedef.unflatten(map(named, leaves, plan.shardings))
     _padding.remember_state(state, plan)
     return state, *metrics
-
-
-@checked
-def load_step(path: str | os.PathLike[str], step: Any, *args: PyTree) -> Any:
-    """Loads a step that `step.compile(...).save(path)` has written.
-
-    The step is traced and lowered, which takes seconds, and not compiled. A file of another
-    program, plan, device or version of JAX is refused; the error names the difference.
-
-    Load files that you trust: like JAX's own cache, such a file holds code. One that belongs to
-    another user, or that everyone can write to, is refused.
-
-    Arguments:
-        path: the file.
-        step: the step that was compiled, of `zerojax.train_step`, `eval_step`, or of `zerojax.nnx`.
-        args: what it is called with: `(state, batch[, rng])`, or their shapes, or nnx's objects.
-
-    Returns:
-        What `step.compile(*args)` returns.
-
-    Example:
-        >>> state = TrainState.create(
-        ...     apply_fn=None, params={"w": jnp.ones((64, 16))}, tx=optax.adam(1e-2))
-        >>> state, batch = zerojax.shard_train_state(state, stage=3), jnp.ones((32, 64))
-        >>> step = zerojax.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
-        >>> step.compile(state, batch).save("step.bin")  # doctest: +SKIP
-        >>> step = zerojax.load_step("step.bin", step, state, batch)  # doctest: +SKIP
-    """
-    if not hasattr(step, "load"):
-        raise TypeError(
-            f"step={step!r} is no step. Pass the one that you compiled, of zerojax.train_step."
-        )
-    return step.load(path, *args)
 
 
 def _serialized(executable: jax.stages.Compiled) -> bytes:

@@ -204,7 +204,7 @@ def _program(
         _warn_of_whole(traced, roles, plan, trace)
     _, rows = _batch.counted(args, roles)
     per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
-    plan = plan.regathering(options.regather)
+    plan = plan.regathering(options.schedule.regather)
     return Program(plan, options, traced, roles, per_example, backward)
 
 

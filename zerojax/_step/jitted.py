@@ -121,7 +121,14 @@ class Step:
                 return CompiledStep(compiled(lowered), plan, facts, known)
 
     def load(self, path: str | os.PathLike[str], *args: PyTree) -> CompiledStep:
-        """Loads what `compile(*args).save(path)` has written; see `zerojax.load_step`."""
+        """Loads what `compile(*args).save(path)` has written. `args` are those of the call.
+
+        The step is traced and lowered, which takes seconds, and not compiled. A file of another
+        program, plan, device or version of JAX is refused; the error names the difference.
+
+        Load files that you trust: like JAX's own cache, such a file holds code. One that belongs to
+        another user, or that everyone can write to, is refused.
+        """
         written = read(path)
         with _arguments.explained(args, {}, self.recipe.plan):
             return loaded(path, *written, *self._lowered(args))
@@ -171,7 +178,7 @@ class Step:
             self.checked.add(plan)
         if plan not in self.by_plan:
             options = self.chosen_options(plan, trace)
-            options |= dict(self.recipe.options.compiler_options or {})
+            options |= dict(self.recipe.options.schedule.compiler_options or {})
             jitted = self.make_jit(compiler_options=options) if options else self.without_options
             if plan is not None and (kept := self._kept_for(plan, trace)):
                 jitted = PartlyDonated(self.function, kept, options or None)
@@ -185,7 +192,12 @@ class Step:
     def _kept_for(self, plan: Plan, trace: Callable[[], ClosedJaxpr]) -> frozenset[int]:
         """Returns which leaves of a state the step must not donate."""
         how = self.recipe.options
-        if not (self.donates and how.differentiates and how.update == "backward" and plan.offloads):
+        if not (
+            self.donates
+            and how.differentiates
+            and how.schedule.update == "backward"
+            and plan.offloads
+        ):
             return frozenset()
         trace()
         return self.recipe.kept.get(plan, frozenset())
@@ -204,11 +216,11 @@ class Step:
         if plan is None or (device := plan.mesh.devices.flat[0]).platform == "cpu":
             return {}
         how, jaxpr = self.recipe.options, trace().jaxpr
-        updates = not how.needs_all(False) and _in_backward.is_wanted(plan, how.update)
+        updates = not how.needs_all(False) and _in_backward.is_wanted(plan, how.schedule.update)
         options = _xla_options.options_for(
             jaxpr,
             plan.mesh,
-            ahead=how.prefetch != 0 and bool(how.regather),
+            ahead=bool(how.schedule.prefetch and how.schedule.regather),
             updates=updates and not plan.groups.params,
             microbatches=how.rounds,
         )

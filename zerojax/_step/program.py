@@ -30,7 +30,8 @@ from zerojax._loss.trace import TracedLoss, as_one_device
 from zerojax._plan.encodings import as_stored
 from zerojax._plan.plan import Plan
 from zerojax._step.parameter import StepParam, as_of, codecs_of
-from zerojax._step.step_options import MICROBATCHES, LossOptions, how_on, precision_of
+from zerojax._step.schedule import MICROBATCHES
+from zerojax._step.step_options import LossOptions, how_on, precision_of
 from zerojax._types import PyTree
 from zerojax._update.guess import Guess
 from zerojax._warn import warn
@@ -58,16 +59,16 @@ class Program(DeviceStep[StepParam]):
         self.plan, self.options, self.traced, self.per_example = plan, options, traced, per_example
         self.microbatches = _batch.Microbatches(roles, options.accumulate)
         self.precision = precision_of(plan, options.precision)
-        loss, self.counter, self.hoisted = traced.jaxpr, None, []
+        loss, schedule, self.counter, self.hoisted = traced.jaxpr, options.schedule, None, []
         # Before layers are rolled up: that leaves no call of a mean, and puts some into loops.
         if options.accumulate > 1:
             loss, self.counter, self.hoisted = _mean.hoist_counts(loss, len(plan.params))
         self.rolled = unrolled(loss, plan.params)
-        if options.roll and axes_size(plan.mesh, plan.groups.params) > 1:
+        if schedule.roll and axes_size(plan.mesh, plan.groups.params) > 1:
             ways = [codecs_of(leaf, self.precision, plan) for leaf in plan.params]
-            up = functools.partial(roll, loss, plan.params, ways, options.roll)
+            up = functools.partial(roll, loss, plan.params, ways, schedule.roll)
             self.rolled = as_one_device(up, plan.mesh, plan.batch_axes)
-        elif options.roll is True:
+        elif schedule.roll is True:
             self.rolled.told.append("roll=True rolls up nothing: no parameter is sharded (stage 3)")
         loss, leaves = self.rolled.jaxpr, self.rolled.leaves
         axes, self.constants = plan.batch_axes, ()
@@ -76,16 +77,16 @@ class Program(DeviceStep[StepParam]):
             options = self.options
         rules = [(as_of(path, self.precision), True) for path in self.rolled.named_after]
         rules += [(self.precision, False)] * len(self.rolled.own)
-        common = {"accumulates": options.rounds > 1, "loops": bool(options.activations)}
+        common = {"accumulates": options.rounds > 1, "loops": bool(schedule.activations)}
         params = [
             StepParam.of(leaf, plan, precision, copied=copied, **common)
             for leaf, (precision, copied) in zip(leaves, rules, strict=True)
         ]
         how = How(regather=False, prefetch=0)  # until it is known what backward updates
         super().__init__(loss, params, plan.mesh, axes, how)
-        if options.activations and not self.split.loops:
+        if schedule.activations and not self.split.loops:
             self.leave_out(
-                f"activations={options.activations}",
+                f"activations={schedule.activations}",
                 "the loss has no scan of stacked parameters outside of jax.checkpoint. Stack the "
                 "layers (nn.scan), with jax.checkpoint around one and not around the loop",
             )
@@ -94,12 +95,12 @@ class Program(DeviceStep[StepParam]):
         brings = any(leaf.is_on_host for leaf in plan.params)
         self.how = how_on(
             plan.mesh,
-            regather=bool(options.regather) and options.differentiates,
+            regather=bool(schedule.regather) and options.differentiates,
             # Weights that rest whole are gathered after their update, beside the layer before.
-            prefetch=options.prefetch if plan.groups.params or self.updated or brings else 0,
-            keep_layers=options.keep_layers,
+            prefetch=schedule.prefetch if plan.groups.params or self.updated or brings else False,
+            keep_layers=schedule.keep_layers,
             gathers=bool(plan.groups.params),
-            keeping=_activations.kept(plan, options.activations),
+            keeping=_activations.kept(plan, schedule.activations),
             updates=InLoop,
             counted=functools.partial(are_found, plan.mesh.devices.flat[0]),
         )
@@ -114,13 +115,14 @@ class Program(DeviceStep[StepParam]):
         try:
             return layered(loss, params, self.microbatches, plan.mesh, plan.batch_axes)
         except NoLayersError as error:
-            if options.update == "backward":
+            if options.schedule.update == "backward":
                 raise ValueError(
                     f"update='backward' of {options.accumulate} microbatches is for "
                     f"order='layers', and {error}, or pass update='auto'."
                 ) from None
             self.leave_out("order='layers'", f"{error}, or pass order='microbatches'")
-            self.options = dataclasses.replace(options, order=MICROBATCHES)
+            one_by_one = dataclasses.replace(options.schedule, order=MICROBATCHES)
+            self.options = dataclasses.replace(options, schedule=one_by_one)
             return loss, ()
 
     def leave_out(self, option: str, why: str) -> None:

@@ -82,12 +82,12 @@ def _train(
     if recipe.skip_nonfinite or scale is not None:
         guard = functools.partial(_finite.guarded, mutable=recipe.mutable)
     wanted = not recipe.options.needs_all(guard is not None)
-    wanted = wanted and _in_backward.is_wanted(plan, recipe.options.update)
+    wanted = wanted and _in_backward.is_wanted(plan, recipe.options.schedule.update)
     # Where the whole update runs at once, XLA sees the user's own functions.
     update = _traced_update(recipe, plan, state, guard) if wanted or plan.offloads else None
     backward = None
     if wanted and update is not None:
-        must = recipe.options.update == "backward"
+        must = recipe.options.schedule.update == "backward"
         backward = _in_backward.InBackward(plan, state, update, must)
     params = _state.get_params(state)
     graded = loss_and_grads(loss_fn, plan, recipe.options, params, args, backward)

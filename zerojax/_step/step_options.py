@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax
@@ -13,77 +13,23 @@ from zerojax import _compat
 from zerojax._declared import Options, option
 from zerojax._features import xla_options as _xla_options
 from zerojax._kernel.body import How
-from zerojax._kernel.places import as_names, slow
+from zerojax._kernel.places import slow
 from zerojax._loss import arguments as _arguments, batch as _batch
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.plan_options import TX
 from zerojax._plan.precision import Precision, check_precision
 from zerojax._state import state as _state
+from zerojax._step.schedule import LAYERS, NO_GRADIENTS, Schedule, check_schedule
 from zerojax._types import PyTree
 from zerojax._wire import codecs as _codecs
 from zerojax._wire.codecs import QuantizedWire
-
-ORDERS = MICROBATCHES, LAYERS = "microbatches", "layers"  # what runs first
-WHEN = ("backward", "after", "auto")  # parameters are updated
-
-
-def regathered(given: object) -> bool | tuple[str, ...]:
-    """Returns `regather=`, the names of mesh axes as a tuple."""
-    if isinstance(given, bool):
-        return given
-    if not (names := as_names(given)):
-        raise TypeError(
-            f"regather={given!r} must be True or False, or name the mesh axes over which backward "
-            "gathers weights again: regather='gpu'."
-        )
-    return names
-
-
-def activation_names(given: object) -> tuple[str, ...]:
-    """Returns the names in `activations=`."""
-    names = () if given is None else as_names(given)
-    if names is None:
-        raise TypeError(
-            f"activations={given!r} does not say where they are kept. Pass 'host', the name of a "
-            "mesh axis such as 'tensor', or both: ('host', 'tensor')."
-        )
-    return names
-
-
-def _one_of(name: str, *values: object, about: str = "") -> Callable[[Any], Any]:
-    """Returns the check of an option that has one of a few values; `about` says what they are."""
-
-    def check(value: object) -> object:
-        if value not in values:
-            *others, last = map(repr, values)
-            raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}{about}.")
-        return value
-
-    return check
-
-
-def _count_of_layers(count: object) -> object:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(
-            f"keep_layers={count!r} must be 1 or more: the number of last layers whose gathered "
-            "weights stay for backward."
-        )
-    return count
 
 
 def _plan(plan: object) -> object:
     if plan is not None:
         check_plan(plan, "plan=")
     return plan
-
-
-def _compiler_options(options: object) -> object:
-    if not isinstance(options, Mapping | None):
-        raise TypeError(
-            f"compiler_options={options!r} must be a dict of XLA's options, as jax.jit takes it."
-        )
-    return options
 
 
 PLAN = option(
@@ -101,16 +47,9 @@ class LossOptions(Options):
     has_aux = None  # a pair is taken for a loss and its aux
     differentiates = False
     accumulate = 1
-    order = MICROBATCHES
-    regather = False
-    prefetch = "auto"
-    keep_layers = 1
-    roll = False
-    activations = ()
-    update = "after"
+    schedule = NO_GRADIENTS
     skip_nonfinite = False
     donate = False
-    compiler_options = None
     mutable = ()
 
     precision: Precision | None = option(
@@ -129,7 +68,7 @@ class LossOptions(Options):
     @property
     def is_layered(self) -> bool:
         """Whether all microbatches of a layer run before the next layer."""
-        return self.order == LAYERS and self.accumulate > 1
+        return self.schedule.order == LAYERS and self.accumulate > 1
 
     @property
     def rounds(self) -> int:
@@ -143,7 +82,7 @@ class LossOptions(Options):
         """
         if self.rounds > 1:
             return f"accumulate={self.accumulate}"
-        if not self.regather:
+        if not self.schedule.regather:
             return "regather=False"
         return "a step that skips what is not finite" if skips else ""
 
@@ -161,83 +100,18 @@ class GradOptions(LossOptions):
         check=_batch.check_accumulate,
         flag={"type": int},
     )
-    order: str = option(
-        MICROBATCHES,
-        """"microbatches", one after another; or "layers", in which all microbatches go through a
-        layer before the next, so that weights are gathered and gradients reduced once a step.""",
-        check=_one_of(
-            "order", *ORDERS, about=": whether microbatches run one by one, or layer by layer"
-        ),
-        flag={"choices": ORDERS},
+    schedule: Schedule = option(
+        Schedule(),
+        """when weights are gathered, layers run and parameters are updated, which memory and time
+        depend on: a `zerojax.Schedule`.""",
+        check=check_schedule,
     )
-    regather: bool | str | Sequence[str] = option(
-        True,
-        """gather weights again in backward instead of keeping them (stage 3). An axis, such as
-        "gpu", gathers them again over that axis only: what forward gathered over the others,
-        between nodes, is kept in shards (ZeRO++'s hpZ).""",
-        check=regathered,
-    )
-    prefetch: int | str = option(
-        "auto",
-        """gather the weights of a `scan`'s next layer while this one computes, in both directions:
-        1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer. The step then also
-        keeps for backward the weights that forward reads last, a head.""",
-        check=_one_of("prefetch", 0, 1, "auto", about=": the number of layers to gather ahead"),
-    )
-    keep_layers: int = option(
-        1,
-        """number of last layers of each `scan` whose gathered weights stay for backward, which does
-        not gather them again (stage 3): memory for bytes, where links are slow and batches small.
-        A `scan` that prefetches keeps one layer anyway; one that keeps more prefetches.""",
-        check=_count_of_layers,
-        flag={"type": int},
-    )
-    activations: str | Sequence[str] | None = option(
-        None,
-        """where the activations that a `scan` keeps of each layer wait for backward: "host", in
-        host memory, a mesh axis such as "tensor", in parts over it, or both. With `jax.checkpoint`
-        around the layer they are its input, without it all that JAX keeps.""",
-        check=activation_names,
-    )
-
-    roll: bool | str = option(
-        "auto",
-        """run layers of a Python loop that are alike as one loop over stacks of their shards, as a
-        `scan` runs (stage 3): "auto", where `jax.checkpoint` is around each layer; True, also where
-        it is not, which takes less memory and more time; False, nowhere. The state stays as it
-        is.""",
-        check=_one_of("roll", "auto", True, False, about=": whether layers become one loop"),
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.keep_layers > 1 and self.prefetch == 0:
-            raise ValueError(
-                f"keep_layers={self.keep_layers} is for scans that gather ahead, and prefetch=0 "
-                "turns that off. Leave prefetch= out."
-            )
-        if self.keep_layers > 1 and not self.regather:
-            raise ValueError(
-                f"keep_layers={self.keep_layers} keeps the gathered weights of so many layers, and "
-                "regather=False those of all. Leave one of them out."
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions(GradOptions):
     """How a step trains."""
 
-    update: str = option(
-        "auto",
-        """when parameters are updated: "after" backward, or in "backward", layer by layer, so that
-        no gradients are kept. The latter takes one microbatch, a stack that one `scan` reads, and
-        an optimizer that treats each element by itself (Adam). With a clip by the global norm, it
-        keeps the old state in host memory, and a step that clips runs twice. The step updates all
-        other parameters after backward. "auto": in backward on GPUs, for state in host memory, or
-        where weights rest whole, but not with a clip.""",
-        check=_one_of("update", *WHEN),
-        flag={"choices": WHEN},
-    )
     skip_nonfinite: bool = option(
         False,
         """where the loss or the norm of the gradients is not finite, leave parameters, optimizer
@@ -245,15 +119,10 @@ class StepOptions(GradOptions):
         otherwise. An integer field `skipped` of the state keeps the total.""",
     )
     donate: bool = option(True, "give the old state's memory to the new one.")
-    compiler_options: Mapping[str, int | bool | str] | None = option(
-        None,
-        "as in `jax.jit`; they override those that the step chooses on GPUs and TPUs.",
-        check=_compiler_options,
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.update == "backward" and (what := self.needs_all(self.skip_nonfinite)):
+        if self.schedule.update == "backward" and (what := self.needs_all(self.skip_nonfinite)):
             layers = ", or order='layers', which sums them in each layer"
             raise ValueError(
                 "update='backward' updates each layer as soon as it has its gradient, and "
@@ -300,12 +169,20 @@ class ValueOptions(GradOptions):
         example are concatenated along the batch instead.""",
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule.update == "backward" or self.schedule.compiler_options:
+            raise ValueError(
+                f"{self.schedule} is for zerojax.train_step: a loop of your own updates after "
+                "backward, and compiles itself. Leave update= and compiler_options= out."
+            )
+
 
 def how_on(
     mesh: Mesh,
     *,
     regather: bool,
-    prefetch: int | str,
+    prefetch: bool | str,
     keep_layers: int = 1,
     gathers: bool = True,
     **others: Any,

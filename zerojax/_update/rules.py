@@ -121,8 +121,8 @@ def flat(jaxpr: Jaxpr, consts: Sequence[ArrayLike] = ()) -> Flat:
     return Flat(list(jaxpr.invars), eqns, list(map(inliner.named, jaxpr.outvars)), constants)
 
 
-_SUMS = frozenset({"add", "add_any"})
-_PASSING = _SUMS | {"convert_element_type", "copy", "select_n"}
+_ADDS = frozenset({"add", "add_any"})
+_PASSING = _ADDS | {"convert_element_type", "copy", "select_n"}
 
 
 def same_values(program: Flat) -> dict[Any, Any]:
@@ -136,7 +136,7 @@ def same_values(program: Flat) -> dict[Any, Any]:
 
     for eqn in program.eqns:
         name, out = eqn.primitive.name, eqn.outvars[0]
-        values = [v for v in eqn.invars if not (name in _SUMS and is_zero(v))]
+        values = [v for v in eqn.invars if not (name in _ADDS and is_zero(v))]
         if name in ("broadcast_in_dim", "convert_element_type") and is_zero(eqn.invars[0]):
             zeros.add(out)
         cases = values[1:] if name == "select_n" else values

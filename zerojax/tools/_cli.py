@@ -25,13 +25,14 @@ from zerojax import _figures, tools as _tools
 from zerojax._kernel.places import groups_of
 from zerojax._plan.precision import Precision
 from zerojax._run import programs as _programs
+from zerojax._step.schedule import MICROBATCHES, Schedule
 from zerojax._table import Table, fitted, paragraphs
 from zerojax._types import PyTree
 from zerojax.tools import _launch
 from zerojax.tools._audit.report import Report, check_limits
 from zerojax.tools._flags import parser
 from zerojax.tools._forecast import cache as _cache, network as _network, presets as _presets
-from zerojax.tools._forecast.choose import PLACED, STEPPED
+from zerojax.tools._forecast.choose import PLACED, SCHEDULED
 from zerojax.tools._forecast.forecast import Loss, WorkOptions, each_once
 from zerojax.tools._forecast.presets import Gpt
 from zerojax.tools._hlo import gpus as _known
@@ -40,10 +41,20 @@ from zerojax.tools._hlo.gpus import Gpu, Rates
 ALL_WELL, NOT_WELL, BAD_INPUT = 0, 1, 2
 GB = 1e9
 PAPER = (2, 2, 12)  # bytes of a parameter, of its gradient, of its fp32 copy and Adam's moments
+OF_SCHEDULES = [one.name for one in dataclasses.fields(Schedule) if one.name != "compiler_options"]
 # Flags that say how to compile, and not of HLO, which is compiled already.
 OF_MODELS = {field.name for field in dataclasses.fields(WorkOptions)} - {"accumulate", "per_host"}
-OF_MODELS |= {"settings", "master", "split", "moments", "compute", "gather", "reduce"}
-DECIDED = {*PLACED, *STEPPED, "stages", "gather", "reduce"}  # by --choose
+OF_MODELS |= {
+    *OF_SCHEDULES,
+    "settings",
+    "master",
+    "split",
+    "moments",
+    "compute",
+    "gather",
+    "reduce",
+}
+DECIDED = {*PLACED, *SCHEDULED, "accumulate", "stages", "gather", "reduce"}  # by --choose
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 
 
@@ -105,8 +116,10 @@ def forecast(arguments: argparse.Namespace) -> Outcome:
     if not arguments.choose:
         result = zerojax.forecast(*model, **options)
         return result, result.to_dict(), str(result), result.best is not None
-    told = [name for name in options if name not in inspect.signature(_tools.choose).parameters]
-    told += [name for name in ("gather", "reduce") if getattr(arguments, name)]
+    taken = {*inspect.signature(_tools.choose).parameters, "schedule"}
+    told = [name for name in options if name not in taken]
+    named = ("gather", "reduce", *OF_SCHEDULES)
+    told += [name for name in named if getattr(arguments, name) is not None]
     decided = [name for name in told if name in DECIDED]
     if told:
         flags = _flags(arguments, decided or told)
@@ -233,6 +246,12 @@ def _options(arguments: argparse.Namespace, function: Callable[..., Any]) -> dic
     dtypes = {name: value for name, value in dtypes.items() if value is not None}
     dtypes = narrow | dtypes if arguments.master or arguments.split else dtypes
     options["precision"] = Precision(**dtypes) if dtypes else None
+    of_schedule = {name: getattr(arguments, name) for name in OF_SCHEDULES}
+    of_schedule = {name: value for name, value in of_schedule.items() if value is not None}
+    if of_schedule:
+        orders = each_once(of_schedule.pop("order", MICROBATCHES))
+        schedules = [Schedule(order=order, **of_schedule) for order in orders]
+        options["schedule"] = schedules if len(schedules) > 1 else schedules[0]
     options["rates"] = _rates(arguments, gpu)
     if _network.is_misjudged(dataclasses.replace(gpu, given_rates=options["rates"])):
         _network.tell(os.environ)

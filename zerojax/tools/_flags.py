@@ -11,6 +11,7 @@ from typing import Any
 
 import zerojax
 from zerojax import aot
+from zerojax._step.schedule import Schedule
 from zerojax._table import Table
 from zerojax.tools._audit.report import TRAFFIC_EXPLAINED
 from zerojax.tools._forecast.case import CASE_COLUMNS, STAGE
@@ -75,9 +76,10 @@ def _of_options() -> dict[str, dict[str, Any]]:
     """Returns a flag for each option of a step that text can name."""
     metavars = {"groups": "params=gpu,opt_state=gpu+node", "offload": "opt_state,params"}
     metavars |= {"regather": "true|false|gpu", "axis": "batch|host,gpu", "activations": "host"}
-    skipped = {"tx", "rates", "precision", "overrides", "batch_specs", "compiler_options"}
+    skipped = {"tx", "rates", "precision", "overrides", "batch_specs"}
+    skipped |= {"schedule", "compiler_options"}
     found = {}
-    for field in dataclasses.fields(WorkOptions):
+    for field in (*dataclasses.fields(WorkOptions), *dataclasses.fields(Schedule)):
         if not field.init or field.name in skipped:
             continue
         keywords: dict[str, Any] = field.metadata["flag"] or {"type": value}

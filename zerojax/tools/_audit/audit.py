@@ -23,7 +23,7 @@ from zerojax._types import Device, PyTree
 from zerojax.tools import _flops
 from zerojax.tools._audit.measurement import BF16, OURS, Flops, Reading
 from zerojax.tools._audit.report import Report
-from zerojax.tools._hlo import gpus as _gpus, schedule as _schedule
+from zerojax.tools._hlo import gpus as _gpus, timeline as _timeline
 from zerojax.tools._hlo.gpus import Gpu
 from zerojax.tools._hlo.module import Module
 
@@ -74,7 +74,7 @@ def audit(
         # The plan by which the state was placed, as the step keeps to it.
         plan = _carried.carried_plan(state) or plan or (recipe.plan if recipe else None)
         placed = plan
-        plan = plan.regathering(recipe.options.regather) if plan and recipe else plan
+        plan = plan.regathering(recipe.options.schedule.regather) if plan and recipe else plan
         program, warnings = _compiled(step, state, batch, args)
         layers = recipe.layers.get(placed, ()) if recipe and placed else ()
         text = program.as_text() or ""
@@ -87,7 +87,7 @@ def audit(
     backend = _backend(module, device, gpu)
     per_host = module.devices if backend == "tpu" else per_host  # their links pass hosts
     per_host = per_host or (_mesh.on_one_host(plan.mesh) if plan else DEFAULT_PER_HOST)
-    replay = _schedule.replay(module, (gpu or _gpus.GPUS[UNKNOWN_GPU]).rates, per_host)
+    replay = _timeline.replay(module, (gpu or _gpus.GPUS[UNKNOWN_GPU]).rates, per_host)
     reading = Reading(module, plan, replay.collectives)
     return Report(
         module=module,

@@ -19,7 +19,7 @@ from zerojax.tools._audit.measurement import Measurement, is_ours
 from zerojax.tools._hlo import flow as _flow
 from zerojax.tools._hlo.flow import ARITHMETIC
 from zerojax.tools._hlo.module import Array
-from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Sent
+from zerojax.tools._hlo.timeline import IN_HOST, TO_DEVICE, TO_HOST, Sent
 
 FEW_BYTES = 4096  # a step may always reduce these: losses, norms, statistics
 BIG_ALL_REDUCE = 2**20  # the largest that is allowed without a plan

@@ -27,7 +27,7 @@ from zerojax.tools._hlo import flow as _flow
 from zerojax.tools._hlo.flow import ARGUMENT, ARITHMETIC, Origin, Slot
 from zerojax.tools._hlo.gpus import IN_FULL, Gpu
 from zerojax.tools._hlo.module import Array, Instruction, Module
-from zerojax.tools._hlo.schedule import LONGEST_NAME, Replay, Sent, place_of
+from zerojax.tools._hlo.timeline import LONGEST_NAME, Replay, Sent, place_of
 
 FEW = 0.01  # of the FLOPs of a step
 # Files that have no source lines of a user's, those that start a command among them.

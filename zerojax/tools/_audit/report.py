@@ -15,7 +15,7 @@ from zerojax._plan.show import groups_text
 from zerojax._table import Printed, Table, grouped, human_bytes, human_time
 from zerojax.tools._audit import contract as _contract
 from zerojax.tools._audit.measurement import Measurement
-from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Sent, Span
+from zerojax.tools._hlo.timeline import IN_HOST, TO_DEVICE, TO_HOST, Sent, Span
 
 LARGEST_SHOWN = 40  # of the printed table; to_dict has them all
 TRAFFIC_EXPLAINED = {

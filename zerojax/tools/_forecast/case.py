@@ -11,7 +11,7 @@ from zerojax._figures import Figure, PlotAxes
 from zerojax._plan import offload as _offload
 from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
-from zerojax._step.step_options import LAYERS, MICROBATCHES
+from zerojax._step.schedule import LAYERS, MICROBATCHES
 from zerojax._table import Printed, Table, human_bytes, human_time, total
 from zerojax._types import Number
 from zerojax.tools._audit.report import Report
@@ -48,6 +48,7 @@ class Case:
     accumulate: int = 1
     order: str = MICROBATCHES
     variant: str = ""
+    schedule: str = ""  # where a forecast tries several
     model: str = ""
     asked: int | str = ""
     settings: str = ""
@@ -140,6 +141,7 @@ class Case:
 
 
 ON_HOST, HOST_WAIT = "on the host", "waits for it"  # columns of offloaded steps
+SCHEDULE = "schedule"
 STAGE = "Stage 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters."
 
 
@@ -164,6 +166,7 @@ CASE_COLUMNS: dict[str, tuple] = {
         str,
         "How much backward recomputes (of a preset: full, dots or none), or the name of the loss.",
     ),
+    SCHEDULE: (lambda case: case.schedule or "-", str, "The schedule, where several are tried."),
     "params": _bytes("parameters", "Memory of the parameters between steps."),
     "optimizer": _bytes("optimizer", "Memory of the optimizer state between steps."),
     "grads": _bytes("gradients", "Gradients that are in memory at the peak."),
@@ -237,6 +240,7 @@ class Forecast(Printed):
 
     def table(self) -> Table:
         hidden = () if any(case.on_host for case in self.cases) else (ON_HOST, HOST_WAIT)
+        hidden += () if any(case.schedule for case in self.cases) else (SCHEDULE,)
         unread = dict.fromkeys(case.unread for case in self.cases if case.unread)
         title = [
             f"{self.gpus}, {human_bytes(self.gpu.usable)} usable of "
@@ -253,7 +257,7 @@ class Forecast(Printed):
             title=["; ".join(title), *lacking(self.cases)],
             notes=[*unread, self._advice()],
             right=("stage", "accumulate"),
-            flexible=("remat",),
+            flexible=("remat", SCHEDULE),
             keys=3,
         )
 
@@ -272,6 +276,7 @@ class Forecast(Printed):
             f"stage={best.stage}",
             f"accumulate={best.accumulate}" if best.accumulate > 1 else "",
             f"order={best.order!r}" if best.in_layers else "",
+            best.schedule,
             f"remat {best.variant!r}" if best.variant else "",
             f"{human_time(best.step_seconds)} a step",
             f"{human_bytes(best.spare)} to spare.",
@@ -283,7 +288,7 @@ class Forecast(Printed):
 def _label(case: Case) -> str:
     """Names a case of a picture: 'stage 3, x2, full'."""
     rounds = f"x{case.accumulate}{case.in_layers}" if case.accumulate > 1 else ""
-    return ", ".join(filter(None, (f"stage {case.stage}", rounds, case.variant)))
+    return ", ".join(filter(None, (f"stage {case.stage}", rounds, case.variant, case.schedule)))
 
 
 def matmuls_of(cases: Sequence[Case]) -> list[str]:

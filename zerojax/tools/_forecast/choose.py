@@ -19,8 +19,8 @@ from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._progress import working
 from zerojax._state.state import NNX_FIELDS, OPT_STATE, PARAMS
+from zerojax._step.schedule import LAYERS, MICROBATCHES, Schedule
 from zerojax._step.step import Step
-from zerojax._step.step_options import LAYERS, MICROBATCHES
 from zerojax._table import Printed, Table, grouped, human_bytes, human_time
 from zerojax._types import PyTree
 from zerojax.tools._forecast.case import Case, lacking, matmuls_of, told_to_hosts
@@ -48,7 +48,7 @@ HSDP = (("params", GPU_AXIS), ("grads", GPU_AXIS), ("opt_state", GPU_AXIS))
 AMSP = (("params", GPU_AXIS), ("grads", GPU_AXIS), ("opt_state", (GPU_AXIS, NODE_AXIS)))
 LOSSY = (("int8", None), ("int8", "int8"), ("int8", "int4"))
 PLACED = ("stage", "groups", "offload")  # arguments of `shard_train_state`
-STEPPED = ("accumulate", "order", "regather")  # arguments of `train_step`
+SCHEDULED = ("order", "regather")  # those of its `Schedule`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +87,14 @@ class WayToTrain:
         at_once = self.offload or self.stage in (1, 2) or self.groups == AMSP
         return self.accumulate > 1 or not at_once
 
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(order=self.order, regather=self.regather)
+
     def options(self, precision: Precision | None) -> dict[str, Any]:
         """Returns its options of a workload."""
         options = {"groups": self.groups and dict(self.groups), "offload": self.offload or None}
-        return options | {"precision": self.precision(precision), "regather": self.regather}
+        return options | {"precision": self.precision(precision), "schedule": self.schedule}
 
     def precision(self, shared: Precision | None) -> Precision | None:
         if self.is_exact:
@@ -169,7 +173,7 @@ class Tried:
     @property
     def rank(self) -> tuple[float, float]:
         """Of ways that take as long, the one with fewer settings is first, then fewer bytes."""
-        settings = len(self.way.settings().keys() & {*PLACED, *STEPPED})
+        settings = len(self.way.settings().keys() & {*PLACED, *SCHEDULED, "accumulate"})
         return self.estimate * (1 + SETTING * settings), self.sent
 
     @property
@@ -244,7 +248,9 @@ class Choice(Printed):
         into = "state = zerojax.shard_train_state(make_state"
         into = f"model, optimizer = {package}.shard(make" if self.is_nnx else into
         loss = f'losses["{way.variant}"]' if way.variant else "loss_fn"
-        step = [loss, *(f"{name}={settings[name]}" for name in STEPPED if name in settings)]
+        step = [loss, f"accumulate={way.accumulate}"] if way.accumulate > 1 else [loss]
+        if way.schedule != Schedule():
+            step.append(f"schedule={way.schedule}")
         lines.append(f"{', '.join([into, *state])})")
         return "\n".join([*lines, f"step = {package}.train_step({', '.join(step)})"])
 
@@ -364,7 +370,7 @@ def choose(
         raise ValueError(
             "choose takes only the loss and precision= of a step of nnx, and this one is "
             f"train_step(loss_fn, {', '.join(named)}).{rows} Leave these options out: choose finds "
-            "accumulate=, order= and regather= itself. Add others to the step that it prints."
+            "accumulate= and the schedule itself. Add others to the step that it prints."
         )
     return Choice(gpus, work.options, Search(work).run(lossy), is_nnx=work.is_nnx)
 
@@ -431,7 +437,7 @@ class Search:
         """Compiles a way, once."""
         if way not in self.compiled:
             with working(f"compiling {way}"):
-                case = self.of(way).case(way.variant, way.stage, way.accumulate, way.order)
+                case = self.of(way).case(way.variant, way.stage, way.accumulate, way.schedule)
             self.compiled[way] = case
         return self.compiled[way]
 

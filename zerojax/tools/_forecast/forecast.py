@@ -21,8 +21,9 @@ from zerojax._plan.plan_options import StateOptions
 from zerojax._progress import hinting, progress
 from zerojax._state import hints as _hints, refusals as _refusals
 from zerojax._state.state import NNX_FIELDS
+from zerojax._step.schedule import MICROBATCHES, Schedule, check_schedule
 from zerojax._step.step import Step, train_step
-from zerojax._step.step_options import MICROBATCHES, ORDERS, TrainOptions
+from zerojax._step.step_options import TrainOptions
 from zerojax._table import total
 from zerojax._types import PyTree
 from zerojax._wire.codecs import QuantizedWire
@@ -38,13 +39,18 @@ NnxStep: TypeAlias = Callable[..., PyTree]  # whose own type would import flax.n
 STAGES = (0, 1, 2, 3)
 MANY_LAYERS = 8
 LEVELS = "node", "gpu"  # axes of the hosts, and of the GPUs of each
-IN_TABLES = ("accumulate", "order", "tokens")  # options that the table of a forecast shows
+IN_TABLES = ("accumulate", "schedule", "tokens")  # options that the table of a forecast shows
 
 
 def _rates(rates: object) -> object:
     if not isinstance(rates, Rates | None):
         raise TypeError(f"rates={rates!r} must be a zerojax.tools.Rates.")
     return rates
+
+
+def _schedules(schedules: Any) -> Any:
+    list(map(check_schedule, each_once(schedules)))
+    return schedules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,11 +76,15 @@ class WorkOptions(StateOptions, TrainOptions):
     per_host: int = option(aot.PER_HOST, "GPUs of a host.")
 
     @property
+    def regathers_over_axes(self) -> bool:
+        return any(not isinstance(one.regather, bool) for one in each_once(self.schedule))
+
+    @property
     def names_levels(self) -> bool:
         """Whether a step needs hosts and their GPUs as axes: it names one, or quantizes gradients
         between hosts."""
         quantizes = isinstance(getattr(self.precision, "reduce", None), QuantizedWire)
-        return quantizes or self.groups is not None or not isinstance(self.regather, bool)
+        return quantizes or self.groups is not None or self.regathers_over_axes
 
     def gpu_of(self, gpus: str) -> Gpu:
         """Returns the GPU of "64xH100", with the rates that a user passes."""
@@ -96,10 +106,10 @@ class ForecastOptions(WorkOptions):
     accumulate: Sequence[int] | int = option(  # type: ignore[reportIncompatibleVariableOverride]
         1, "microbatches of a step, one number or several.", flag={"type": int}
     )
-    order: Sequence[str] | str = option(  # type: ignore[reportIncompatibleVariableOverride]
-        MICROBATCHES,
-        "of the microbatches, one or several, as for `zerojax.train_step`.",
-        flag={"choices": ORDERS},
+    schedule: Sequence[Schedule] | Schedule = option(  # type: ignore[reportIncompatibleVariableOverride]
+        Schedule(),
+        "of each step, one or several, as for `zerojax.train_step`.",
+        check=_schedules,
     )
 
     def __post_init__(self) -> None:
@@ -140,26 +150,39 @@ def forecast(
     work = Workload.of(loss_fn, make_state, batch, options.rng, options.gpus, options)
     usual = STAGES if options.groups is None else 3
     stages = usual if options.stages is None else options.stages
-    tried = stages, work.options.accumulate, work.options.order
-    stages, accumulate, orders = map(each_once, tried)
-    ways = itertools.product(work.losses, stages, accumulate, orders)
-    # One microbatch has no order: nothing compiles twice.
-    ways = [way for way in ways if way[2] > 1 or way[3] == orders[0]]
+    tried = stages, work.options.accumulate, work.options.schedule
+    stages, accumulate, schedules = map(each_once, tried)
+    kinds = [dataclasses.replace(schedule, order=MICROBATCHES) for schedule in schedules]
+    several = len(each_once(kinds)) > 1
+    ways = [
+        way
+        for way in itertools.product(work.losses, stages, accumulate, range(len(schedules)))
+        # One microbatch has no order: nothing compiles twice.
+        if way[2] > 1 or kinds.index(kinds[way[3]]) == way[3]
+    ]
     if not ways:
         raise ValueError(
-            f"nothing to try: stages={stages}, accumulate={accumulate}, order={orders}, "
+            f"nothing to try: stages={stages}, accumulate={accumulate}, schedule={schedules}, "
             f"{len(work.losses)} losses. Name at least one of each."
         )
-    cases = progress(
-        ways, lambda way: f"compiling stage {way[1]} for {work.gpus}", lambda way: work.case(*way)
-    )
-    return Forecast(work.gpus, work.gpu, tuple(cases), tuple(work.settings(IN_TABLES)))
+
+    def case(way: tuple[str, int, int, int]) -> Case:
+        variant, stage, count, at = way
+        case = work.case(variant, stage, count, schedules[at])
+        return dataclasses.replace(case, schedule=str(kinds[at]) if several else "")
+
+    cases = progress(ways, lambda way: f"compiling stage {way[1]} for {work.gpus}", case)
+    settings = work.settings(IN_TABLES)
+    if not several and kinds[0] != Schedule():
+        settings.insert(0, f"schedule={kinds[0]}")
+    return Forecast(work.gpus, work.gpu, tuple(cases), tuple(settings))
 
 
 def each_once(values: Any) -> list[Any]:
     """Returns one value or several as a list without duplicates; a string is one value."""
     several = isinstance(values, Iterable) and not isinstance(values, str)
-    return list(dict.fromkeys(values if several else [values]))
+    values = [*values] if several else [values]
+    return [one for at, one in enumerate(values) if one not in values[:at]]
 
 
 def changed_options(options: Any, usual: Options) -> dict[str, Any]:
@@ -325,10 +348,10 @@ class Workload:
         options = self.of_kind(TrainOptions) | {"precision": None, "plan": plan} | how
         return train_step(self.losses[variant], **options)
 
-    def case(self, variant: str, stage: int, accumulate: int, order: str) -> Case:
+    def case(self, variant: str, stage: int, accumulate: int, schedule: Schedule) -> Case:
         """Compiles the step of a loss at a stage, and describes its cost."""
         plan = self.plan_at(stage)
-        step = self.step(variant, plan, accumulate=accumulate, order=order)
+        step = self.step(variant, plan, accumulate=accumulate, schedule=schedule)
         batch = aot.batch(self.batch, plan, batch_specs=self.options.batch_specs)
         rng = aot.batch(self.rng, plan)
         with hinting(_unrolled(plan)):
@@ -339,7 +362,7 @@ class Workload:
         matrices = (leaf for leaf in leaves if len(leaf.shape) == 2)
         integers = (one.size for one in matrices if jnp.issubdtype(one.dtype, jnp.integer))
         flops = needed_flops(loss, plan, self.batch, self.rng, self.options.mutable) / plan.size
-        plan = plan.regathering(step.recipe.options.regather)
+        plan = plan.regathering(schedule.regather)
         formula = sum(plan.bytes_per_device().values()) + plan.gradient_bytes() + plan.kept_bytes()
         memory, times = report.memory, ("compute", "exposed", "waited", "step")
         sizes = "parameters", "optimizer", "gradients", "peak"
@@ -349,7 +372,7 @@ class Workload:
             stage=plan.stage,
             variant=variant,
             accumulate=accumulate,
-            order=order,
+            order=schedule.order,
             examples=next(leaf.shape[0] for leaf in leaves if leaf.shape),
             tokens=self.options.tokens or next(integers, None),
             activations=total(memory.activations, memory.gathered),

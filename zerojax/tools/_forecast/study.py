@@ -245,7 +245,7 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
     @functools.cache
     def compiled(name: str, gpus: str, stage: int, rows: int) -> Case:
         one = work(name, gpus, rows)
-        case = one.case("", stage, one.options.accumulate, one.options.order)
+        case = one.case("", stage, one.options.accumulate, one.options.schedule)
         if case.unread:
             raise ValueError(case.unread)
         return dataclasses.replace(case, examples=rows * case.count, report=None)

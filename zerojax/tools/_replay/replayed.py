@@ -49,7 +49,7 @@ def replayed(step: S, *, every: int) -> S:
 
     Arguments:
         step: a training step, of `zerojax.train_step` or `zerojax.nnx.train_step`. To compile the
-            result, call its own `compile`, or pass it to `zerojax.load_step`.
+            result, call its own `compile`, or `load`.
         every: from one call that checks to the next.
 
     Example:

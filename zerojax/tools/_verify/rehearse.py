@@ -60,9 +60,9 @@ def rehearsal(
     mesh = _mesh_like(plan, like, shapes, args, options)
     small = _placed_like(plan, like, source, shapes, mesh, options.tx)
     changed: dict[str, Any] = vars(options) | {"plan": None if options.plan is None else small}
-    if options.prefetch == "auto":
-        ahead = options.keep_layers > 1 or _compat.overlaps(plan.mesh.devices.flat[0])
-        changed["prefetch"] = int(ahead)
+    if (schedule := options.schedule).prefetch == "auto":
+        ahead = schedule.keep_layers > 1 or _compat.overlaps(plan.mesh.devices.flat[0])
+        changed["schedule"] = dataclasses.replace(schedule, prefetch=ahead)
     here = train_step(step.recipe.loss_fn, **changed)
     checks, notes = like.compared(small)
     sizes = [", ".join(f"{axis}={n}" for axis, n in one.shape.items()) for one in (plan.mesh, mesh)]
