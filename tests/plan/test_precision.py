@@ -183,7 +183,7 @@ def linear(params, batch):
     [
         (1, 16, {}, {"accumulate": 4}),
         (3, 11, {}, {}),  # padded
-        (3, 16, {}, {"update": "backward"}),
+        (3, 16, {}, {"schedule": zerojax.Schedule(update="backward")}),
         (3, 16, {"offload": zerojax.Offload(min_bytes=0)}, {}),
     ],
 )

@@ -77,14 +77,12 @@ def outgoing(
             weight = as_weight(leaf, coding, shape)
             if decodes or _names.has_entry(names, weight.name):
                 leaf, shape, codings[weight.name] = weight, weight.value.shape, coding
-        # As stored: a numpy array has its own dtype, even one that JAX would narrow.
-        values[leaf.name] = value if hasattr(value, "dtype") else np.asarray(value)
-        sizes[leaf.name] = shape
+        values[leaf.name], sizes[leaf.name] = value, shape
     tensors = {}
     for name, parts in _names.sources(names, sizes).items():
         ways = [codings.get(one.leaf) for one in parts]
         pairs = list(zip(parts, ways, strict=True))
-        dtypes = {x.leaf: (way or values[x.leaf]).dtype for x, way in pairs}
+        dtypes = {x.leaf: way.dtype if way else _dtype(values[x.leaf]) for x, way in pairs}
         dtype, *others = set(dtypes.values())
         if others:
             said = ", ".join(f"{leaf} is {dtype}" for leaf, dtype in dtypes.items())
@@ -96,6 +94,11 @@ def outgoing(
             )
         tensors[name] = Outgoing(parts, ways, jax.ShapeDtypeStruct(parts[0].full, dtype))
     return values, tensors
+
+
+def _dtype(value: PyTree) -> np.dtype:
+    """Returns the dtype as stored: a numpy array's own, even one that JAX would narrow."""
+    return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
 
 
 def check_bytes(name: str, count: object) -> None:
