@@ -59,7 +59,7 @@ SAID = [
         train(stage=3),
         r"unexpected keyword argument 'stage'\. stage= is an option of plan and shard",
     ),
-    (train(keep_layers=0), r"keep_layers=0 must be 1 or more: the number of last layers"),
+    (train(keep_layers=0), r"keep_layers=0 must be an integer of 1 or more: the number of"),
     (
         train(keep_layers=2, prefetch=0),
         r"keep_layers=2 is for .*prefetch=False turns that off",

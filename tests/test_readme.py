@@ -265,7 +265,8 @@ def known_options():
     # Three of Flax's, a field of a user's state, two of JAX's, an axis of a mesh
     known = {"axis_name", "initial_carry", "wrt", "batch_stats", "policy", "implementation", "node"}
     modules = (zerojax, zerojax.aot, zerojax.checkpoint, zerojax.manual, zerojax.run, zerojax.tools)
-    for value in (getattr(module, name) for module in modules for name in dir(module)):
+    values = [getattr(module, name) for module in modules for name in dir(module)]
+    for value in (one for one in values if getattr(one, "__module__", "").startswith("zerojax")):
         for function in (value, *vars(value).values()) if inspect.isclass(value) else (value,):
             if inspect.isfunction(function) or inspect.isclass(function):
                 known |= set(inspect.signature(function).parameters)

@@ -1,5 +1,7 @@
 """`zerojax.tools.replayed`: which device is named, and that a healthy run is the run without it."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,6 +154,18 @@ def test_a_step_from_a_file_checks_and_audits_are_of_the_step(tmp_path):
     assert len({str(audit) for audit in audits}) == 1
     expected = step(jax.tree.map(jnp.copy, state), ROWS)
     assert bits(loaded(state, ROWS)) == bits(expected) and loaded.replays.calls == 1
+    assert repr(loaded) == "<zerojax compiled step for 8 x cpu>"
+
+
+def test_a_call_that_is_refused_is_no_call():
+    state = zerojax.shard_train_state(make_state, stage=3)
+    step = zerojax.tools.replayed(zerojax.train_step(layers), every=2)
+    with pytest.raises(ValueError, match="7"):
+        step(state, ROWS[:7])
+    with mock.patch.object(step.replays, "check") as check:
+        for _ in range(3):
+            state, _ = step(state, ROWS)
+    assert check.call_count == 2, "the first and the third"
 
 
 def test_nnx():

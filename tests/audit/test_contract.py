@@ -319,7 +319,7 @@ def test_weights_kept_for_backward(where):
     saving = functools.partial(loss, wrap=save)
     report = audits.audited(audits.planned(where, 3), saving, regather=False)
     line, *_ = [line for line in report.findings() if "params/layers/w are kept for backw" in line]
-    assert f"[{LAYERS},{DIM},{DIM}]" in line and "Leave regather=True" in line
+    assert f"[{LAYERS},{DIM},{DIM}]" in line and "Leave Schedule(regather=True)" in line
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -343,7 +343,8 @@ def test_gradients_that_wait_for_each_other(waits):
     wait = "the gradients of 9 parameters (params/*), 576.0 MiB of each device, wait for each other"
     lines = [line for line in report.findings() if "wait" in line]
     assert [line.startswith(wait) for line in lines] == [True] * waits
-    assert all("Let layers run as a loop: a scan, or roll=True." in line for line in lines)
+    remedy = "Let layers run as a loop: a scan, or Schedule(roll=True)."
+    assert all(remedy in line for line in lines)
 
 
 def test_a_gather_in_a_loop_that_nothing_hides():
@@ -352,7 +353,8 @@ def test_a_gather_in_a_loop_that_nothing_hides():
     slow = dataclasses.replace(one, asynchronous=False, wire_bytes=2**20 + 1)
     with_it = lambda what: dataclasses.replace(report, traffic=(what,))
     line = broken(with_it(slow), "is synchronous inside a loop over layers: nothing hides its time")
-    assert line.startswith(f"all-gather {one.name} (params/blocks/") and "prefetch=1" in line
+    assert line.startswith(f"all-gather {one.name} (params/blocks/")
+    assert "Use Schedule(prefetch=True) and" in line
     for fine in ({"asynchronous": True}, {"wire_bytes": 2**20}, {"loops": ()}):
         lines = with_it(dataclasses.replace(slow, **fine)).findings()
         assert not any("synchronous" in line for line in lines)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import zerojax
 from tests.forecast import fakes
 from tests.pictures import overlapping
 
@@ -24,8 +25,9 @@ def test_the_fastest_that_fits_wins():
     assert (told["best"], told["usable_bytes"]) == (2, fakes.H100.usable)
     assert [case["peak"] >> 30 for case in told["cases"]] == [100, 40, 30]
     assert "report" not in told["cases"][0]
-    ordered = fakes.case(3, 30, order="layers", accumulate=2)
-    assert "accumulate=2, order='layers', remat" in text_of(ordered)
+    layers = zerojax.Schedule(order="layers", keep_layers=2)
+    ordered = fakes.case(3, 30, schedule=layers, accumulate=2)
+    assert f"accumulate=2, schedule={layers}, remat" in text_of(ordered)
 
 
 def test_nothing_fits():

@@ -175,7 +175,7 @@ def test_steps_for_gpus_keep_the_contract_of_one_microbatch():
         (made[order],) = forecast.cases
         assert made[order].report.findings() == [] and made[order].accumulate == 4
     assert made["layers"].wire_bytes < 0.3 * made["microbatches"].wire_bytes
-    assert "accumulate=4, order='layers'" in str(forecast)
+    assert 'schedule=zerojax.Schedule(order="layers")' in " ".join(str(forecast).split())
 
 
 # -- losses whose microbatches cannot run side by side

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec
 
 import zerojax
 from tests.conftest import make_mesh
@@ -18,15 +19,16 @@ READS = {
     "in a call": jax.jit(lambda table, t: jnp.take(table, t, axis=0)),
     "clipped": lambda table, t: jnp.take(table, t - VOCAB * (t == 0), axis=0, mode="clip"),
     "filled": lambda table, t: table.at[t + VOCAB * (t == 0)].get(mode="fill", fill_value=0),
+    "turned": lambda table, t: table.T[:, t].T,
+    "a part": lambda table, t: table.reshape(2, -1, DIM)[0][t],
     "tied": lambda table, t: table[t] + jnp.sum(table) * 0,
 }
 
 
-def gradient(loss, tokens, precision=NARROW, devices=8, stage=3):
+def gradient(loss, tokens, precision=NARROW, devices=8, stage=3, mesh=None):
     params = {"table": jnp.ones((VOCAB, DIM))}
-    plan = zerojax.plan(
-        {"params": params}, mesh=make_mesh(devices), stage=stage, precision=precision
-    )
+    mesh = make_mesh(devices) if mesh is None else mesh
+    plan = zerojax.plan({"params": params}, mesh=mesh, stage=stage, precision=precision)
     placed = plan.place({"params": params})["params"]
     return jax.jit(zerojax.value_and_grad(loss, plan))(placed, tokens)[1]["table"]
 
@@ -44,6 +46,15 @@ def of_rows(read):
 def test_a_token_that_is_read_4096_times_has_its_whole_gradient(options, read):
     """In bfloat16, a sum of 512 of them on each of 8 devices would be half of it."""
     grad = gradient(of_rows(READS[read]), jnp.full(TOKENS, 3), **options)
+    np.testing.assert_array_equal(grad[:5], np.eye(5, 1, -3) * np.ones(DIM))
+
+
+def test_a_table_that_the_loss_constrains_has_it_too():
+    mesh = zerojax.mesh(data=4, tensor=2)
+    constrained = lambda t: jax.lax.with_sharding_constraint(t, PartitionSpec(None, "tensor"))
+    loss = of_rows(lambda table, t: constrained(table)[t])
+    with jax.set_mesh(mesh):
+        grad = gradient(loss, jnp.full(TOKENS, 3), mesh=mesh)
     np.testing.assert_array_equal(grad[:5], np.eye(5, 1, -3) * np.ones(DIM))
 
 

@@ -110,3 +110,18 @@ def test_what_cannot_be_is_refused(call, message, compiled):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
     assert "jit(step)" not in compiled
+
+
+def test_a_schedule_prints_as_python_and_is_a_key():
+    options = {"xla_a": "it's", "xla_b": True}
+    schedule = zerojax.Schedule(regather="gpu", activations=("host", "tensor"), prefetch=False)
+    for each in (schedule, zerojax.Schedule(compiler_options=options, update="after")):
+        again = eval(repr(each), {"zerojax": zerojax})
+        assert again == each and {again: 1}[each] == 1 and hash(again) == hash(each)
+    assert repr(zerojax.Schedule()) == "zerojax.Schedule()"
+
+
+@pytest.mark.parametrize(("said", "field"), [("backward", "update"), ("rows", "order")])
+def test_what_is_no_schedule_is_shown_one(said, field):
+    with pytest.raises(TypeError, match=rf"schedule='{said}' must be .*Schedule\({field}="):
+        zerojax.train_step(linear.loss, schedule=said)

@@ -133,8 +133,8 @@ class InBackward:
         raise ValueError(
             f"update='backward', and no parameter can be updated there ({listed}). Backward "
             "updates stacks of layers that one scan reads, not layers in a Python loop, with an "
-            f"optimizer that updates each element by itself{named}. Pass update='auto', which then "
-            "updates after backward."
+            f"optimizer that updates each element by itself{named}. Pass Schedule(update='auto'), "
+            "which then updates after backward."
         )
 
     def prove(self, finds: bool) -> None:

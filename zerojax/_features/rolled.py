@@ -164,7 +164,7 @@ def roll(
         else:
             told.append(
                 f"{loop} stay a Python loop, because no jax.checkpoint (nn.remat, nnx.remat) is "
-                "around each: roll=True needs less memory and, on GPUs, more time"
+                "around each: Schedule(roll=True) needs less memory and, on GPUs, more time"
             )
     told += _left(search, [loop.run for loop in loops])
     if when is True and not told:

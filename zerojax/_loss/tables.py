@@ -18,6 +18,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from zerojax import _compat
 from zerojax._kernel.jaxprs import is_call, is_var, running, type_of
 
+# What keeps the numbers of a table: Flax constrains one that it has partitioned.
+LAID_OUT = {"sharding_constraint", "reshape", "transpose", "slice", "squeeze", "copy"}
+
 
 def is_narrow(var: Var) -> bool:
     dtype = type_of(var).dtype
@@ -28,8 +31,12 @@ def summed_wide(jaxpr: Jaxpr, tables: Collection[Var]) -> Jaxpr:
     """Returns a loss that sums so the gradients of these inputs, where it reads them by index
     outside of loops and `jax.checkpoint`. If it reads none so, it is the same object."""
 
+    tables = set(tables)
+
     def rewritten(eqn: JaxprEqn) -> JaxprEqn:
         reads = [is_var(v) and v in tables for v in eqn.invars]
+        if eqn.primitive.name in LAID_OUT and reads[0]:
+            tables.update(eqn.outvars)
         if eqn.primitive.name == "gather" and reads[0]:
             return _summed_wide(eqn)
         if not (any(reads) and is_call(eqn) and "jaxpr" in eqn.params):

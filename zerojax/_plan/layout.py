@@ -182,7 +182,7 @@ class Layout:
             raise ValueError(
                 f"regather={regather} would keep parameters gathered over {beyond(over, kept)}, "
                 f"but they are sharded over {over}, the fastest axis first, and backward can "
-                f"gather again only over the first of these. Pass regather={over[0]!r}."
+                f"gather again only over the first of these. Pass Schedule(regather={over[0]!r})."
             )
         leaves = [
             dataclasses.replace(leaf, near=leaf.near.over(kept)) if leaf.kind == PARAMS else leaf

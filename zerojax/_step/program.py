@@ -118,9 +118,9 @@ class Program(DeviceStep[StepParam]):
             if options.schedule.update == "backward":
                 raise ValueError(
                     f"update='backward' of {options.accumulate} microbatches is for "
-                    f"order='layers', and {error}, or pass update='auto'."
+                    f"order='layers', and {error}, or pass Schedule(update='auto')."
                 ) from None
-            self.leave_out("order='layers'", f"{error}, or pass order='microbatches'")
+            self.leave_out("order='layers'", f"{error}, or pass Schedule(order='microbatches')")
             one_by_one = dataclasses.replace(options.schedule, order=MICROBATCHES)
             self.options = dataclasses.replace(options, schedule=one_by_one)
             return loss, ()

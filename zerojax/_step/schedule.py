@@ -49,8 +49,8 @@ def _one_of(name: str, *values: object, about: str = "") -> Callable[[Any], Any]
 def _count_of_layers(count: object) -> object:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(
-            f"keep_layers={count!r} must be 1 or more: the number of last layers whose gathered "
-            "weights stay for backward."
+            f"keep_layers={count!r} must be an integer of 1 or more: the number of last layers "
+            "whose gathered weights stay for backward."
         )
     return count
 
@@ -128,11 +128,11 @@ class Schedule(Options):
     update: str = option(
         "auto",
         """when parameters are updated: "after" backward, or in "backward", layer by layer, so that
-        no gradients are kept. The latter takes one microbatch, a stack that one `scan` reads, and
-        an optimizer that treats each element by itself (Adam). With a clip by the global norm, it
-        keeps the old state in host memory, and a step that clips runs twice. The step updates all
-        other parameters after backward. "auto": in backward on GPUs, for state in host memory, or
-        where weights rest whole, but not with a clip.""",
+        no gradients are kept. The latter takes one microbatch or order="layers", a stack that one
+        `scan` reads, and an optimizer that treats each element by itself (Adam). With a clip by the
+        global norm, it keeps the old state in host memory, and a step that clips runs twice. The
+        step updates all other parameters after backward. "auto": in backward on GPUs, for state in
+        host memory, or where weights rest whole, but not with a clip.""",
         check=_one_of("update", *WHEN),
         flag={"choices": WHEN},
     )
@@ -155,13 +155,22 @@ class Schedule(Options):
                 "regather=False those of all. Leave one of them out."
             )
 
+    def __hash__(self) -> int:
+        return hash(repr(self))  # `compiler_options` is a dict
+
     def __repr__(self) -> str:
         changed = []
         for field in dataclasses.fields(self):
             if (value := getattr(self, field.name)) != field.default:
                 value = value[0] if isinstance(value, tuple) and len(value) == 1 else value
-                changed.append(f"{field.name}={value!r}".replace("'", '"'))
+                text = repr(value) if isinstance(value, Mapping) else repr(value).replace("'", '"')
+                changed.append(f"{field.name}={text}")
         return f"zerojax.Schedule({', '.join(changed)})"
+
+
+def unordered(schedule: Schedule) -> Schedule:
+    """Returns what is left of a schedule where a step has one microbatch."""
+    return dataclasses.replace(schedule, order=MICROBATCHES)
 
 
 NO_GRADIENTS = Schedule(regather=False, roll=False, update="after")
@@ -169,8 +178,10 @@ NO_GRADIENTS = Schedule(regather=False, roll=False, update="after")
 
 def check_schedule(schedule: object) -> Schedule:
     if not isinstance(schedule, Schedule):
+        said = schedule if schedule in (*ORDERS, *WHEN) else LAYERS
+        field = "order" if said in ORDERS else "update"
         raise TypeError(
             f"schedule={schedule!r} must be a zerojax.Schedule, such as "
-            'zerojax.Schedule(order="layers").'
+            f"zerojax.Schedule({field}={said!r})."
         )
     return schedule

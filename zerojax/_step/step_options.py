@@ -123,10 +123,10 @@ class StepOptions(GradOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.schedule.update == "backward" and (what := self.needs_all(self.skip_nonfinite)):
-            layers = ", or order='layers', which sums them in each layer"
+            layers = ", or add order='layers', which sums them in each layer" * (self.rounds > 1)
             raise ValueError(
                 "update='backward' updates each layer as soon as it has its gradient, and "
-                f"{what} needs all gradients first. Pass update='auto'{layers * (self.rounds > 1)}."
+                f"{what} needs all gradients first. Pass Schedule(update='auto'){layers}."
             )
 
 

@@ -135,8 +135,8 @@ def _synchronous(report: Measurement) -> Iterator[str]:
         if not one.asynchronous and len(one.loops) > outer and one.wire_bytes > BIG_GATHER:
             yield (
                 f"all-gather {one.name} ({one.serves}) is synchronous inside a loop over layers: "
-                "nothing hides its time. Use prefetch=1 and the default compiler options. If both "
-                "are set, XLA ran out of memory to overlap it."
+                "nothing hides its time. Use Schedule(prefetch=True) and the default compiler "
+                "options. If both are set, XLA ran out of memory to overlap it."
             )
 
 
@@ -217,8 +217,8 @@ def _kept(report: Measurement) -> Iterator[str]:
     for path, array in report.kept:
         yield (
             f"the gathered weights of {path} are kept for backward, all layers of them ({array}). "
-            "Leave regather=True, and let no jax.checkpoint policy save values computed from "
-            "weights only."
+            "Leave Schedule(regather=True), and let no jax.checkpoint policy save values computed "
+            "from weights only."
         )
 
 
@@ -238,7 +238,7 @@ def _waiting(report: Measurement, leaves: Leaves, stage: int) -> Iterator[str]:
             f"the gradients of {len(gradients)} parameters ({common_path([*gradients])}), "
             f"{human_bytes(nbytes)} of each device, wait for each other, and are reduced after "
             f"the last one: stage {stage} promises one layer's at a time. Let layers run as a "
-            "loop: a scan, or roll=True."
+            "loop: a scan, or Schedule(roll=True)."
         )
 
 

@@ -303,7 +303,7 @@ def _over_limits(
         yield (
             f"compute is {report.overlap:.3f} of the modelled step, below min_overlap="
             f"{min_overlap}: {human_time(report.replay.exposed)} of communication are exposed. "
-            "Use prefetch=1, or more tokens per device."
+            "Use Schedule(prefetch=True), or more tokens per device."
         )
 
 

@@ -9,6 +9,7 @@ import contextvars
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -99,7 +100,9 @@ def _key(lowered: jax.stages.Lowered, lines: bool, options: Mapping[str, Any], p
     gpu = _known.of_device_kind(devices[0].device_kind)
     config = jax.config.values.items()
     packages = [(name, importlib.metadata.distributions(name=name)) for name in COMPILERS]
-    versions = {name: each.version for name, those in packages for each in those}
+    # Of several, Python imports the first.
+    firsts = ((name, one) for name, copies in packages for one in itertools.islice(copies, 1))
+    versions = {name: one.version for name, one in firsts}
     parts = [
         lowered.as_text(debug_info=lines),
         sorted(options.items()),

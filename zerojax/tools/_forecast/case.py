@@ -11,7 +11,7 @@ from zerojax._figures import Figure, PlotAxes
 from zerojax._plan import offload as _offload
 from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
-from zerojax._step.schedule import LAYERS, MICROBATCHES
+from zerojax._step.schedule import LAYERS, Schedule, unordered
 from zerojax._table import Printed, Table, human_bytes, human_time, total
 from zerojax._types import Number
 from zerojax.tools._audit.report import Report
@@ -22,7 +22,7 @@ from zerojax.tools._hlo.gpus import Gpu
 GIB, MS = 2**30, 1e-3
 WAITING = "#b2ab8c"
 DERIVED = ("fits", "spare", "rows", "wire_bytes", "examples_per_second", "tokens_per_second")
-DERIVED += ("tflops", "mfu", "unread")
+DERIVED += ("order", "tflops", "mfu", "unread")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +46,8 @@ class Case:
     gpus: str
     stage: int
     accumulate: int = 1
-    order: str = MICROBATCHES
     variant: str = ""
-    schedule: str = ""  # where a forecast tries several
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)
     model: str = ""
     asked: int | str = ""
     settings: str = ""
@@ -128,6 +127,10 @@ class Case:
         return self._each_second(self.flops / self.kind.flops)
 
     @property
+    def order(self) -> str:
+        return self.schedule.order
+
+    @property
     def in_layers(self) -> str:
         return ", layers" if self.order == LAYERS and self.accumulate > 1 else ""
 
@@ -137,7 +140,8 @@ class Case:
     def to_dict(self) -> dict[str, Any]:
         """Returns all but the report, as JSON has it."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "report"]
-        return {name: getattr(self, name) for name in (*names, *DERIVED)}
+        values = {name: getattr(self, name) for name in (*names, *DERIVED)}
+        return values | {"schedule": str(self.schedule)}
 
 
 ON_HOST, HOST_WAIT = "on the host", "waits for it"  # columns of offloaded steps
@@ -166,7 +170,11 @@ CASE_COLUMNS: dict[str, tuple] = {
         str,
         "How much backward recomputes (of a preset: full, dots or none), or the name of the loss.",
     ),
-    SCHEDULE: (lambda case: case.schedule or "-", str, "The schedule, where several are tried."),
+    SCHEDULE: (
+        lambda case: unordered(case.schedule),
+        str,
+        "The schedule, where several are tried.",
+    ),
     "params": _bytes("parameters", "Memory of the parameters between steps."),
     "optimizer": _bytes("optimizer", "Memory of the optimizer state between steps."),
     "grads": _bytes("gradients", "Gradients that are in memory at the peak."),
@@ -240,7 +248,7 @@ class Forecast(Printed):
 
     def table(self) -> Table:
         hidden = () if any(case.on_host for case in self.cases) else (ON_HOST, HOST_WAIT)
-        hidden += () if any(case.schedule for case in self.cases) else (SCHEDULE,)
+        hidden += () if len({unordered(case.schedule) for case in self.cases}) > 1 else (SCHEDULE,)
         unread = dict.fromkeys(case.unread for case in self.cases if case.unread)
         title = [
             f"{self.gpus}, {human_bytes(self.gpu.usable)} usable of "
@@ -275,8 +283,7 @@ class Forecast(Printed):
         how = [
             f"stage={best.stage}",
             f"accumulate={best.accumulate}" if best.accumulate > 1 else "",
-            f"order={best.order!r}" if best.in_layers else "",
-            best.schedule,
+            f"schedule={best.schedule}" if best.schedule != Schedule() else "",
             f"remat {best.variant!r}" if best.variant else "",
             f"{human_time(best.step_seconds)} a step",
             f"{human_bytes(best.spare)} to spare.",
@@ -288,7 +295,7 @@ class Forecast(Printed):
 def _label(case: Case) -> str:
     """Names a case of a picture: 'stage 3, x2, full'."""
     rounds = f"x{case.accumulate}{case.in_layers}" if case.accumulate > 1 else ""
-    return ", ".join(filter(None, (f"stage {case.stage}", rounds, case.variant, case.schedule)))
+    return ", ".join(filter(None, (f"stage {case.stage}", rounds, case.variant)))
 
 
 def matmuls_of(cases: Sequence[Case]) -> list[str]:

@@ -21,7 +21,7 @@ from zerojax._plan.plan_options import StateOptions
 from zerojax._progress import hinting, progress
 from zerojax._state import hints as _hints, refusals as _refusals
 from zerojax._state.state import NNX_FIELDS
-from zerojax._step.schedule import MICROBATCHES, Schedule, check_schedule
+from zerojax._step.schedule import Schedule, check_schedule, unordered
 from zerojax._step.step import Step, train_step
 from zerojax._step.step_options import TrainOptions
 from zerojax._table import total
@@ -152,28 +152,20 @@ def forecast(
     stages = usual if options.stages is None else options.stages
     tried = stages, work.options.accumulate, work.options.schedule
     stages, accumulate, schedules = map(each_once, tried)
-    kinds = [dataclasses.replace(schedule, order=MICROBATCHES) for schedule in schedules]
-    several = len(each_once(kinds)) > 1
-    ways = [
-        way
-        for way in itertools.product(work.losses, stages, accumulate, range(len(schedules)))
-        # One microbatch has no order: nothing compiles twice.
-        if way[2] > 1 or kinds.index(kinds[way[3]]) == way[3]
-    ]
+    kinds = each_once(map(unordered, schedules))
+    ways = itertools.product(work.losses, stages, accumulate, schedules)
+    # One microbatch has no order: nothing compiles twice.
+    ways = each_once(way if way[2] > 1 else (*way[:3], unordered(way[3])) for way in ways)
     if not ways:
         raise ValueError(
             f"nothing to try: stages={stages}, accumulate={accumulate}, schedule={schedules}, "
             f"{len(work.losses)} losses. Name at least one of each."
         )
-
-    def case(way: tuple[str, int, int, int]) -> Case:
-        variant, stage, count, at = way
-        case = work.case(variant, stage, count, schedules[at])
-        return dataclasses.replace(case, schedule=str(kinds[at]) if several else "")
-
-    cases = progress(ways, lambda way: f"compiling stage {way[1]} for {work.gpus}", case)
+    cases = progress(
+        ways, lambda way: f"compiling stage {way[1]} for {work.gpus}", lambda way: work.case(*way)
+    )
     settings = work.settings(IN_TABLES)
-    if not several and kinds[0] != Schedule():
+    if len(kinds) == 1 and kinds[0] != Schedule():
         settings.insert(0, f"schedule={kinds[0]}")
     return Forecast(work.gpus, work.gpu, tuple(cases), tuple(settings))
 
@@ -291,6 +283,10 @@ class Workload:
             )
         fields = {"mutable": own["mutable"]} if "mutable" in own else {}
         changed = changed_options(options, WorkOptions())
+        if "schedule" in own:  # option by option, too
+            several = [changed_options(one, Schedule()) for one in each_once(options.schedule)]
+            merged = [dataclasses.replace(own["schedule"], **one) for one in several]
+            changed["schedule"] = merged if len(merged) > 1 else merged[0]
         options = dataclasses.replace(options, **own | changed | fields)
         return cls(losses, make_state, batch, rng, gpus, options, own)
 
@@ -372,7 +368,7 @@ class Workload:
             stage=plan.stage,
             variant=variant,
             accumulate=accumulate,
-            order=schedule.order,
+            schedule=schedule,
             examples=next(leaf.shape[0] for leaf in leaves if leaf.shape),
             tokens=self.options.tokens or next(integers, None),
             activations=total(memory.activations, memory.gathered),

@@ -29,6 +29,7 @@ from zerojax._run import agreement as _agreement
 from zerojax._state import state as _state
 from zerojax._step.compiled import CompiledStep
 from zerojax._step.jitted import Step
+from zerojax._step.step import train_step
 from zerojax._types import PyTree, kinds_of
 from zerojax.tools._replay import blame as _blame
 from zerojax.tools._replay.blame import Checksums
@@ -82,16 +83,18 @@ class Checking(Step):
     """The program that checks: a step that donates nothing, and sums up what devices send."""
 
     def __init__(self, step: Step) -> None:
+        options = dataclasses.replace(step.recipe.options, donate=False)
+        kept = train_step(step.recipe.loss_fn, **vars(options))
+
         def checking(state: PyTree, batch: PyTree, rng: PyTree = None) -> tuple:
             witness = Witness(find_plan(state, step.recipe.plan).mesh)
             args = state, batch, rng
-            closed, shapes = jax.make_jaxpr(step.function, return_shape=True)(*args)
+            closed, shapes = jax.make_jaxpr(kept.function, return_shape=True)(*args)
             with _axis_types.auto_axes():
                 outs, sums = witness.run(_compat.opened(closed), jax.tree.leaves(args))
             return *jax.tree.structure(shapes).unflatten(outs), sums
 
-        options = dataclasses.replace(step.recipe.options, donate=False)
-        super().__init__(checking, dataclasses.replace(step.recipe, options=options))
+        super().__init__(checking, kept.recipe)
 
     def chosen_options(self, plan: Plan, trace: Callable[[], ClosedJaxpr]) -> XlaOptions:
         options, device = super().chosen_options(plan, trace), plan.mesh.devices.flat[0]
@@ -117,9 +120,11 @@ class Replays:
                 "there are none. Call it outside, or call the step without "
                 "zerojax.tools.replayed there."
             )
-        self.calls += 1
-        if (self.calls - 1) % self.every:
-            return
+        if self.calls % self.every == 0:
+            self.check(*args, **named)
+        self.calls += 1  # one that is refused is no call
+
+    def check(self, *args: PyTree, **named: PyTree) -> None:
         plan = find_plan(args[0] if args else named.get("state"), self.step.recipe.plan)
         call = functools.partial(self.run, plan.mesh, *args, **named)
         first, second = call(), call()
@@ -195,7 +200,7 @@ class ReplayedStep(Step):
         return CompiledReplay(**vars(step), replays=replays)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class CompiledReplay(CompiledStep):
     """A compiled step that checks some of its calls before it runs them."""
 
