@@ -74,6 +74,11 @@ PLACED = [
 ]
 
 
+# Before 0.11, XLA:CPU rounds a product and a sum once or twice, as it fuses them. On an instruction
+# set that cannot round once (--xla_cpu_max_isa=AVX), all bits are equal there, too.
+CONTRACTS = jax.__version_info__ < (0, 11)
+
+
 @pytest.mark.parametrize(("placed", "options"), PLACED)
 def test_it_is_the_update_of_a_clip(placed, options):
     """Bit for bit that of no clip until one fires, then and later that of one after backward."""
@@ -82,7 +87,8 @@ def test_it_is_the_update_of_a_clip(placed, options):
     assert max(norms) < 1
     for a, b in zip(leaves(ours), leaves(plain), strict=True):
         # XLA:CPU fuses, and rounds, the layers outside of a loop with prefetch in another way.
-        close(a, b) if "prefetch" in options else np.testing.assert_array_equal(a, b)
+        fuses = "prefetch" in options or (CONTRACTS and "order" in options)
+        close(a, b) if fuses else np.testing.assert_array_equal(a, b)
     times = [QUIET, LOUD, QUIET]
     ours, norms, *_ = stepped(CLIPPED, "backward", placed, times, **options)
     after, *_ = stepped(CLIPPED, "after", placed, times, **options)
@@ -277,7 +283,10 @@ def test_masters_in_parts_and_moments_in_codes():
     plain, *_ = stepped(ADAM, "backward", placed, [QUIET] * 2)
     assert any(leaf.dtype == np.int8 for leaf in leaves(ours))
     for a, b in zip(leaves(ours), leaves(plain), strict=True):
-        np.testing.assert_array_equal(a, b)
+        if CONTRACTS and a.dtype in (np.int8, np.float32):  # a neighbour, at most
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1 if a.dtype == np.int8 else 1e-7)
+        else:
+            np.testing.assert_array_equal(a, b)
     ours, *_ = stepped(CLIPPED, "backward", placed, [QUIET, LOUD])
     after, *_ = stepped(CLIPPED, "after", placed, [QUIET, LOUD])
     pairs = zip(jax.tree.leaves(ours.params), jax.tree.leaves(after.params), strict=True)
