@@ -74,7 +74,8 @@ class Schedule(Options):
 
     Example:
         >>> schedule = zerojax.Schedule(order="layers", prefetch=True)
-        >>> step = zerojax.train_step(loss_fn, accumulate=4, schedule=schedule)
+        >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+        >>> step = zerojax.train_step(loss, accumulate=4, schedule=schedule)
         >>> print(step.recipe.options.schedule)
         zerojax.Schedule(order="layers", prefetch=True)
     """
