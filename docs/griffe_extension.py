@@ -14,8 +14,12 @@ CLAUSE_END = re.compile(r"; |\. (?=[A-Z])|\.?$")
 
 class Spelled(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        if obj.docstring is not None:
-            obj.docstring.value = spelled(obj.docstring.value)
+        if obj.docstring is None:
+            return
+        text = obj.docstring.value
+        if obj.is_class and "{options}" in text:  # which `zerojax._declared.described` spells out
+            text = inspect.getdoc(getattr(importlib.import_module(obj.module.path), obj.name))
+        obj.docstring.value = spelled(text)
 
     def on_function(self, *, func: griffe.Function, loader: griffe.GriffeLoader, **_: Any) -> None:
         """Shows options that are declared elsewhere, and the values of named defaults."""
