@@ -119,6 +119,7 @@ def test_a_schedule_prints_as_python_and_is_a_key():
         again = eval(repr(each), {"zerojax": zerojax})
         assert again == each and {again: 1}[each] == 1 and hash(again) == hash(each)
     assert repr(zerojax.Schedule()) == "zerojax.Schedule()"
+    assert len({zerojax.Schedule(prefetch=1), zerojax.Schedule(prefetch=True)}) == 1
 
 
 @pytest.mark.parametrize(("said", "field"), [("backward", "update"), ("rows", "order")])

@@ -157,7 +157,7 @@ class Schedule(Options):
             )
 
     def __hash__(self) -> int:
-        return hash(repr(self))  # `compiler_options` is a dict
+        return hash((*{**vars(self), "compiler_options": None}.values(),))  # that is a dict
 
     def __repr__(self) -> str:
         changed = []

@@ -76,15 +76,12 @@ class WorkOptions(StateOptions, TrainOptions):
     per_host: int = option(aot.PER_HOST, "GPUs of a host.")
 
     @property
-    def regathers_over_axes(self) -> bool:
-        return any(not isinstance(one.regather, bool) for one in each_once(self.schedule))
-
-    @property
     def names_levels(self) -> bool:
         """Whether a step needs hosts and their GPUs as axes: it names one, or quantizes gradients
         between hosts."""
         quantizes = isinstance(getattr(self.precision, "reduce", None), QuantizedWire)
-        return quantizes or self.groups is not None or self.regathers_over_axes
+        over_axes = any(not isinstance(one.regather, bool) for one in each_once(self.schedule))
+        return quantizes or self.groups is not None or over_axes
 
     def gpu_of(self, gpus: str) -> Gpu:
         """Returns the GPU of "64xH100", with the rates that a user passes."""
