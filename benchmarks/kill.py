@@ -17,7 +17,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from tests.processes import Run, completed
+from tests.support.processes import Run, completed
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--processes", type=int, default=2)

@@ -44,7 +44,13 @@ import zerojax
 from tests import costs
 
 # Where their asserts fail, pytest shows the values, as it does of those in files of tests.
-for name in ("checkpoint.damage", "checkpoint.states", "compared", "printed", "reference"):
+for name in (
+    "checkpoint.damage",
+    "checkpoint.states",
+    "support.compared",
+    "support.printed",
+    "support.reference",
+):
     pytest.register_assert_rewrite(f"tests.{name}")
 
 

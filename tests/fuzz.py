@@ -13,8 +13,8 @@ import jax
 import pytest
 
 import zerojax
-from tests.compared import check, check_by_verify
-from tests.space import walk
+from tests.support.compared import check, check_by_verify
+from tests.support.space import walk
 
 
 def is_refusal(error: BaseException) -> bool:

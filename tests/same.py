@@ -6,10 +6,10 @@
     python tests/same.py --show 'gpt, stage 2'   # what one of them lowers to
 
 A commit that only moves or renames code changes nothing. Both revisions lower the table in
-`tests/configurations.py` side by side, from shapes, and nothing is compiled. Programs are compared
-without the names of Python functions and lines of source: what is computed, where each value is,
-what is donated, in which scopes operations are, and what is warned of. The exit status is 0 if all
-is the same.
+`tests/support/configurations.py` side by side, from shapes; nothing is compiled. Programs are
+compared without the names of Python functions and lines of source: what is computed, where each
+value is, what is donated, in which scopes operations are, and what is warned of. The exit status
+is 0 if all is the same.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def check_out(revision: str, folder: pathlib.Path) -> None:
 
 
 def lowered(libraries: list[pathlib.Path], pattern: str) -> list[dict[str, Any]]:
-    """Returns what `tests/configurations.py` makes of each folder's zerojax."""
+    """Returns what `tests/support/configurations.py` makes of each folder's zerojax."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [pathlib.Path(folder, f"{number}.json") for number in range(len(libraries))]
         workers = []
@@ -56,7 +56,8 @@ def lowered(libraries: list[pathlib.Path], pattern: str) -> list[dict[str, Any]]
                 "JAX_PLATFORMS": "cpu",
                 "JAX_NUM_CPU_DEVICES": "8",
             }
-            command = [sys.executable, "-P", "-m", "tests.configurations", pattern, str(path)]
+            module = "tests.support.configurations"
+            command = [sys.executable, "-P", "-m", module, pattern, str(path)]
             workers.append(subprocess.Popen(command, env=os.environ | settings))
         codes = [worker.wait() for worker in workers]
         if any(codes):

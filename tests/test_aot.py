@@ -13,8 +13,8 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from tests import audits
 from tests.hlo.modules import GPUS, gpu_named
+from tests.support import audits
 
 VOLTA = ("V100-16GB", "V100-32GB")  # only CUDA 12 compiles for them; CUDA 13 is tested to refuse
 CUDA_12 = importlib.util.find_spec("jax_cuda12_plugin")

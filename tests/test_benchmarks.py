@@ -12,7 +12,7 @@ import pytest
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.processes import ROOT, output
+from tests.support.processes import ROOT, output
 from zerojax.tools._cli import PAPER, state_bytes
 from zerojax.tools._forecast import presets as _presets  # whose models the benchmarks train
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import zerojax
-from tests import stored
 from tests.forecast import fakes
+from tests.support import stored
 
 STEP = str(stored.HERE / "step3-8xH100-jax0.12.hlo")
 OK, NOT_OK, BAD_INPUT = 0, 1, 2
@@ -272,7 +272,7 @@ def test_a_study_is_printed_and_drawn(run, monkeypatch, tmp_path):
 
 STUDIED = """
     import zerojax.nnx
-    from tests import nnx_models
+    from tests.support import nnx_models
     from tests.forecast.fakes import batch, loss, make_state
 
     def step():

@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 
-from tests import stored
 from tests.forecast import fakes
+from tests.support import stored
 
 STEP = str(stored.HERE / "step3-8xH100-jax0.12.hlo")
 G8 = ("--gpus", "8xH100")

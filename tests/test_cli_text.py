@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from tests import stored
 from tests.forecast import fakes
-from tests.printed import fitted, long_lines, titles
+from tests.support import stored
+from tests.support.printed import fitted, long_lines, titles
 
 STEP = str(stored.HERE / "step3-8xH100-jax0.12.hlo")
 OFFLOADED = fakes.case(

@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import zerojax
-from tests import steps
-from tests.collectives import collectives, scans_of
-from tests.reference import divided
+from tests.support import steps
+from tests.support.collectives import collectives, scans_of
+from tests.support.reference import divided
 
 STAGES = (0, 1, 2, 3)
 SMALL = 256  # elements: 1 KiB of float32

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.processes import ROOT, python
+from tests.support.processes import ROOT, python
 
 DUMMY = """    {name}: int = option(7, "the dummy of {kind}.", flag={{"type": int}})
 """

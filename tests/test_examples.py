@@ -17,8 +17,8 @@ from sklearn.datasets import load_sample_images
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.processes import ROOT, output, ssh
-from tests.reference import assert_close
+from tests.support.processes import ROOT, output, ssh
+from tests.support.reference import assert_close
 
 SCRIPTS = [path for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text()]
 OF_MESHES = ("tensor_parallel", "mixture_of_experts", "context_parallel", "pipeline")

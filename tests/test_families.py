@@ -9,14 +9,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
-from tests import subjects
-from tests.collectives import collectives
 from tests.conftest import make_mesh
-from tests.families import BATCH, FAMILIES, LAYERS
-from tests.reference import assert_close
+from tests.support import subjects
+from tests.support.collectives import collectives
+from tests.support.families import BATCH, FAMILIES, LAYERS
+from tests.support.reference import assert_close
 
 SMALL = 128  # elements: biases and norms that stay whole, losses
-# What another row says, here or in `tests/subjects.py`.
+# What another row says, here or in `tests/support/subjects.py`.
 SAID_BY = {"plain": "gpt", "linen": "linen", "linen_remat": "linen", "equinox": "equinox"}
 SAID_BY |= {"nnx": "nnx", "nnx_remat": "nnx", "nnx_scan": "nnx"}
 SAID_BY |= {"linen_scan_remat": "linen_partitioned"}

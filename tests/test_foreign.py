@@ -15,8 +15,8 @@ import zerojax
 import zerojax.nnx
 from tests.foreign import HEAVY, LIGHT, PACKAGES, PORTED, TURNS, program
 from tests.foreign.flax_sources import TUTORIALS
-from tests.processes import ROOT
-from tests.reference import assert_close, tree_bytes
+from tests.support.processes import ROOT
+from tests.support.reference import assert_close, tree_bytes
 
 STEPS, DEVICES = 2, 8
 QUICK = {"xla_backend_optimization_level": 0}  # compile sooner; values are checked, not speed

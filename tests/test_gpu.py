@@ -11,9 +11,9 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.models import gpt_loss, gpt_params
-from tests.processes import ROOT, output
-from tests.schedules import scheduled
+from tests.support.models import gpt_loss, gpt_params
+from tests.support.processes import ROOT, output
+from tests.support.schedules import scheduled
 
 LOSS = functools.partial(gpt_loss, wrap=jax.checkpoint)
 TOKENS = np.random.default_rng(0).integers(0, 1024, (8, 128)).astype(np.int32)

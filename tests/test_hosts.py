@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import zerojax
-from tests.processes import ROOT, output, ssh, stub
+from tests.support.processes import ROOT, output, ssh, stub
 
 HOSTS = "127.0.0.1 other"
 

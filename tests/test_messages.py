@@ -6,9 +6,9 @@ import optax
 import pytest
 
 import zerojax
-from tests.linear import BATCH, STEP, loss, made, placed
-from tests.schedules import scheduled
-from tests.stored import stored
+from tests.support.linear import BATCH, STEP, loss, made, placed
+from tests.support.schedules import scheduled
+from tests.support.stored import stored
 from zerojax import manual
 
 PLAN = zerojax.plan(made())

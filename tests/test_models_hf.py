@@ -10,8 +10,8 @@ import safetensors.numpy
 
 import zerojax
 from examples import models_hf
-from tests import hf_reference
-from tests.hf_reference import expanded
+from tests.support import hf_reference
+from tests.support.hf_reference import expanded
 
 REFERENCE = json.loads(hf_reference.FILE.read_text())
 PUBLISHED, SMALL = REFERENCE["published"], REFERENCE["small"]

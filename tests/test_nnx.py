@@ -12,8 +12,8 @@ from flax import nnx
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.nnx_models import BATCH, WIDTH, loss_fn, make, params_of, plain_loop, pure
-from tests.reference import assert_close, assert_equal_bits
+from tests.support.nnx_models import BATCH, WIDTH, loss_fn, make, params_of, plain_loop, pure
+from tests.support.reference import assert_close, assert_equal_bits
 
 MESH = make_mesh(2)
 

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from tests.compared import check, check_by_verify, untrained
-from tests.space import (
+from tests.support.compared import check, check_by_verify, untrained
+from tests.support.space import (
     FACTORS,
     LEFT_OUT,
     REFUSED,
@@ -44,7 +44,7 @@ def test_defaults_are_first_levels():
 @pytest.mark.filterwarnings("ignore")
 def test_row(number):
     row = rows()[number]
-    print(f"python tests/space.py {number}\n{row}")
+    print(f"python tests/support/space.py {number}\n{row}")
     check(row)
 
 

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import zerojax
-from tests.processes import ROOT, output
+from tests.support.processes import ROOT, output
 
 README, INDEX = ROOT / "README.md", ROOT / "docs/index.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 import zerojax.nnx
-from tests.schedules import scheduled
+from tests.support.schedules import scheduled
 from zerojax.tools import ReplayError
 
 BROKEN = 3  # a device

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import zerojax
-from tests import lowering, same
-from tests.configurations import ROWS, Row
+from tests import same
+from tests.support import lowering
+from tests.support.configurations import ROWS, Row
 
 
 def set_in(rows, part):

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from tests import steps
-from tests.collectives import unordered
-from tests.placed import shardings
-from tests.reference import assert_close
+from tests.support import steps
+from tests.support.collectives import unordered
+from tests.support.placed import shardings
+from tests.support.reference import assert_close
 
 
 @pytest.fixture(params=steps.TABLE, scope="session")

@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import zerojax
 import zerojax.nnx
-from tests.collectives import collectives
-from tests.families import FAMILIES
-from tests.reference import assert_equal_bits
+from tests.support.collectives import collectives
+from tests.support.families import FAMILIES
+from tests.support.reference import assert_equal_bits
 from zerojax._checkpoint import stream as _stream
 from zerojax._plan import resharding as _resharding
 

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 import zerojax.nnx
-from tests.reference import assert_close
-from tests.schedules import scheduled
+from tests.support.reference import assert_close
+from tests.support.schedules import scheduled
 from zerojax.checkpoint import export_safetensors
 
 TX = optax.sgd(1e-2)

@@ -6,8 +6,8 @@ import jax
 import pytest
 
 import zerojax
-from tests.families import BATCH, FAMILIES
-from tests.schedules import scheduled
+from tests.support.families import BATCH, FAMILIES
+from tests.support.schedules import scheduled
 from zerojax.tools._forecast.presets import Gpt
 
 pytestmark = pytest.mark.tpu_code

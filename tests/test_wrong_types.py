@@ -13,7 +13,7 @@ from flax import nnx
 import zerojax
 import zerojax.aot
 import zerojax.nnx
-from tests.linear import BATCH, STEP, loss, made, placed
+from tests.support.linear import BATCH, STEP, loss, made, placed
 from tests.test_surface import NAMED
 
 WRONG = {"None": None, "int": 3, "str": "x", "list": [1], "object": object()}

@@ -3,7 +3,7 @@
 import pytest
 
 import zerojax
-from tests import linear, steps
+from tests.support import linear, steps
 
 
 def test_arrays_shapes_programs_and_text_are_audited_alike():

@@ -13,8 +13,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
-from tests import audits, steps
-from tests.audits import DIM, LAYERS, loss
+from tests.support import audits, steps
+from tests.support.audits import DIM, LAYERS, loss
 
 PATH = "params/layers/w"
 

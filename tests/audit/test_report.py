@@ -10,8 +10,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
-from tests import steps
-from tests.stored import stored
+from tests.support import steps
+from tests.support.stored import stored
 from zerojax.tools._hlo.timeline import Sent, Span
 
 

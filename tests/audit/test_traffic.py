@@ -14,8 +14,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests import audits, steps
-from tests.reference import divided, tree_bytes
+from tests.support import audits, steps
+from tests.support.reference import divided, tree_bytes
 
 N = 4
 SCALAR = 2 * 4 * (N - 1) // N  # bytes that each device sends to sum one float32

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import zerojax
-from tests import steps
+from tests.support import steps
 from zerojax.tools._hlo.timeline import Sent
 
 MIB = 2**20  # bytes of a copy that may be anything

@@ -11,7 +11,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.reference import assert_equal_bits
+from tests.support.reference import assert_equal_bits
 
 STATE = {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}
 # No number of devices from 2 to 8 divides a dimension of `w`. The 33 columns of `v` end on the

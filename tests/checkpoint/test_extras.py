@@ -11,7 +11,7 @@ import pytest
 import zerojax
 from tests.checkpoint.damage import files_of
 from tests.checkpoint.states import STATE, words
-from tests.reference import assert_equal_bits
+from tests.support.reference import assert_equal_bits
 
 
 class Iterator:

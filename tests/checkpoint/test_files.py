@@ -15,7 +15,7 @@ import pytest
 import zerojax
 from tests.checkpoint.damage import DAMAGE, files_of, full_disk
 from tests.checkpoint.states import STATE, save_steps
-from tests.reference import assert_equal_bits
+from tests.support.reference import assert_equal_bits
 from zerojax._checkpoint import files
 from zerojax.checkpoint import export_safetensors
 

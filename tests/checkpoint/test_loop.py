@@ -18,8 +18,8 @@ import zerojax
 from tests.checkpoint.damage import DAMAGE
 from tests.checkpoint.states import STATE, make_state, plan_of, save_steps
 from tests.conftest import is_here
-from tests.processes import python
-from tests.reference import assert_equal_bits
+from tests.support.processes import python
+from tests.support.reference import assert_equal_bits
 
 
 def run(directory, steps, stop_at=None, **options):

@@ -9,7 +9,7 @@ from flax import nnx
 
 import zerojax
 import zerojax.nnx
-from tests.reference import assert_equal_bits
+from tests.support.reference import assert_equal_bits
 
 ONES, TWOS, B = np.ones((8, 4), np.float32), np.full((8, 4), 2, np.float32), np.ones(4, np.float32)
 NARROW, COUNT = np.zeros((8, 4), jnp.bfloat16), np.arange(3, dtype=np.int32)

@@ -11,7 +11,7 @@ import safetensors.numpy
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.reference import assert_equal_bits
+from tests.support.reference import assert_equal_bits
 from zerojax.checkpoint import export_safetensors, import_safetensors
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -25,7 +25,7 @@ from tests.checkpoint.states import (
     words,
 )
 from tests.conftest import make_mesh
-from tests.reference import assert_equal_bits
+from tests.support.reference import assert_equal_bits
 
 MIXED = zerojax.Precision(param="bfloat16", master="float32")
 LEVELS = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "gpu"))

@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 import zerojax
 from tests.checkpoint.damage import full_disk
 from tests.checkpoint.states import PARAMS, placed, plan_of
-from tests.reference import assert_equal_bits
+from tests.support.reference import assert_equal_bits
 from zerojax.checkpoint import export_safetensors, import_safetensors
 
 ONE = "model-00001-of-00001.safetensors"

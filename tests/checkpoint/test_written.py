@@ -10,7 +10,7 @@ import pytest
 
 import zerojax
 from tests.checkpoint import written
-from tests.reference import assert_equal_bits
+from tests.support.reference import assert_equal_bits
 from zerojax.checkpoint import read_extras
 
 

@@ -10,9 +10,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
-from tests.collectives import scans_of
 from tests.conftest import make_mesh
-from tests.schedules import scheduled
+from tests.support.collectives import scans_of
+from tests.support.schedules import scheduled
 
 LAYERS, DIM = 4, 16
 draw = np.random.default_rng(0)

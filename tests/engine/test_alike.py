@@ -14,8 +14,8 @@ from jax import lax
 import zerojax
 from tests.conftest import make_mesh
 from tests.engine.losses import each
-from tests.reference import assert_close
-from tests.schedules import scheduled
+from tests.support.reference import assert_close
+from tests.support.schedules import scheduled
 
 DIM = 16
 draw = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests.collectives import unordered
+from tests.support.collectives import unordered
 from zerojax._kernel import body as fence
 
 LAYERS, DIM = 4, 64

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import zerojax
-from tests.collectives import collectives
 from tests.conftest import is_here, make_mesh
 from tests.engine.losses import (
     BATCH,
@@ -29,7 +28,8 @@ from tests.engine.losses import (
     sharded_grad,
     traced,
 )  # fmt: skip
-from tests.reference import assert_close
+from tests.support.collectives import collectives
+from tests.support.reference import assert_close
 
 NARROW = {"wider_before_the_scan", "unstacked"}  # bfloat16 somewhere
 # Without prefetching, and with weights that are there already, the engine does the same in another

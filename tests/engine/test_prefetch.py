@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import zerojax
-from tests.collectives import collectives, scans_of
 from tests.conftest import make_mesh
 from tests.engine.losses import (
     BATCH,
@@ -20,7 +19,8 @@ from tests.engine.losses import (
     scan,
     traced,
 )  # fmt: skip
-from tests.reference import assert_close
+from tests.support.collectives import collectives, scans_of
+from tests.support.reference import assert_close
 
 LAYER = sum(x[0].size for x in jax.tree.leaves(PARAMS["a"]))
 

@@ -10,8 +10,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
-from tests.reference import assert_close
-from tests.schedules import scheduled
+from tests.support.reference import assert_close
+from tests.support.schedules import scheduled
 
 
 def linear_with(dtype):

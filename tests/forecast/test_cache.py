@@ -12,7 +12,7 @@ import pytest
 
 import zerojax
 from tests.forecast import fakes
-from tests.schedules import scheduled
+from tests.support.schedules import scheduled
 
 MINE = f"""{fakes.MODEL}
     def plain():

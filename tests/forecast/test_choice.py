@@ -8,8 +8,8 @@ import pytest
 
 import zerojax
 import zerojax.nnx
-from tests import nnx_models
 from tests.forecast import fakes
+from tests.support import nnx_models
 
 LOSSY = {"gather": "int8", "reduce": "int8", "regather": "gpu"}
 HSDP = (("params", "gpu"), ("grads", "gpu"), ("opt_state", "gpu"))

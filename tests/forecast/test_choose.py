@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 
 import zerojax
 import zerojax.nnx
-from tests import nnx_models
 from tests.forecast import fakes
+from tests.support import nnx_models
 
 LAYERS, WIDTH, ROWS = 4, 512, 256  # rows of a GPU
 BF16 = zerojax.Precision(compute="bfloat16")

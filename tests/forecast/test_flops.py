@@ -11,7 +11,7 @@ from jax import lax
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.schedules import scheduled
+from tests.support.schedules import scheduled
 
 ROWS, DIM, LAYERS = 16, 64, 3
 BATCH = np.ones((ROWS, DIM), np.float32)

@@ -13,9 +13,9 @@ import pytest
 
 import zerojax
 import zerojax.nnx
-from tests import audits, nnx_models
 from tests.forecast import fakes
-from tests.schedules import scheduled
+from tests.support import audits, nnx_models
+from tests.support.schedules import scheduled
 
 N = 8
 PSI = audits.LAYERS * (audits.DIM**2 + audits.DIM) + 2 * audits.DIM**2

@@ -6,7 +6,7 @@ import pytest
 
 import zerojax
 from tests.forecast import fakes
-from tests.pictures import overlapping
+from tests.support.pictures import overlapping
 
 
 def text_of(*cases, **options):

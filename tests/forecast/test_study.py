@@ -10,9 +10,9 @@ import pytest
 
 import zerojax
 import zerojax.nnx
-from tests import nnx_models
 from tests.forecast import fakes
-from tests.schedules import scheduled
+from tests.support import nnx_models
+from tests.support.schedules import scheduled
 
 MINE = {"mine": (fakes.loss, fakes.make_state, fakes.batch)}
 USABLE = fakes.H100.usable / 2**30  # 72.8 GiB

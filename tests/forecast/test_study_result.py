@@ -8,8 +8,8 @@ import matplotlib.pyplot as plt
 import pytest
 
 from tests.forecast import fakes
-from tests.pictures import overlapping
-from tests.printed import fitted, titles
+from tests.support.pictures import overlapping
+from tests.support.printed import fitted, titles
 
 COUNTS = (64, 128, 400)
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 import zerojax
 from tests.conftest import make_mesh
 from tests.hlo.modules import audited, module
-from tests.stored import stored
+from tests.support.stored import stored
 
 
 def sent(array="f32[8]", how="collective-permute", groups="channel_id=1", per_host=8):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.stored import BF16, F32, HERE, LAYER, report, stored
+from tests.support.stored import BF16, F32, HERE, LAYER, report, stored
 
 report = functools.cache(report)
 ROWS = 64 * 256  # elements of a device's rows

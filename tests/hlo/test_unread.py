@@ -6,9 +6,9 @@ import re
 import pytest
 
 import zerojax
-from tests import steps
 from tests.forecast import fakes
-from tests.stored import stored
+from tests.support import steps
+from tests.support.stored import stored
 from zerojax.tools._audit import audit as _audit
 
 NAME = "step3-8xH100-jax0.12"

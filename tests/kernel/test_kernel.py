@@ -10,7 +10,7 @@ import pytest
 
 from tests import house
 from tests.kernel import alone
-from tests.processes import ROOT, output
+from tests.support.processes import ROOT, output
 
 SOURCES = house.sources()
 MODULES = {name: text for name, text in SOURCES.items() if name.startswith("_kernel.")}

@@ -2,7 +2,7 @@
 
 import re
 
-from tests.processes import ROOT, python
+from tests.support.processes import ROOT, python
 
 STATION = re.compile(r"^\d+\. `(\w+/\w+\.py): (\w+)`", re.MULTILINE)
 PROGRAM = """

@@ -9,9 +9,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, PartitionSpec as P
 
 import zerojax
-from tests import draw
 from tests.conftest import make_mesh
-from tests.reference import assert_close
+from tests.support import draw
+from tests.support.reference import assert_close
 
 PARAMS = {"w": draw.normal(0, 12, 16) / 4, "out": jnp.ones((16, 4)) / 8}
 DRAWN = np.random.default_rng(0)

@@ -7,11 +7,11 @@ import pytest
 from jax.extend.core import Literal
 
 import zerojax
-from tests import draw
-from tests.collectives import collectives, every_equation
 from tests.conftest import make_mesh
-from tests.reference import assert_close
-from tests.schedules import scheduled
+from tests.support import draw
+from tests.support.collectives import collectives, every_equation
+from tests.support.reference import assert_close
+from tests.support.schedules import scheduled
 from zerojax._features import xla_options
 
 DIM, VOCAB, LAYERS = 16, 96, 3

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.reference import assert_close
+from tests.support.reference import assert_close
 
 X = np.random.default_rng(0).normal(size=(16, 84)).astype(np.float32)
 NET = nn.Dense(13)  # of neither dimension do 8 devices divide the kernel

@@ -11,9 +11,9 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import zerojax
-from tests import draw
 from tests.conftest import make_mesh
-from tests.reference import assert_close
+from tests.support import draw
+from tests.support.reference import assert_close
 
 BATCH = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 PARAMS = {

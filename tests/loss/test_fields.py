@@ -11,8 +11,8 @@ from flax.training.train_state import TrainState
 from jax import lax
 
 import zerojax
-from tests import draw
 from tests.conftest import is_here, make_mesh
+from tests.support import draw
 
 W = {"w": draw.normal(0, 16, 8) / 4}
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)

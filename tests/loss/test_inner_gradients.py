@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 import zerojax
-from tests import draw
 from tests.conftest import make_mesh
-from tests.reference import assert_close
+from tests.support import draw
+from tests.support.reference import assert_close
 
 W = {"w": draw.normal(0, 16, 2) / 4}
 X = draw.normal(1, 32, 16)

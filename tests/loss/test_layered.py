@@ -10,11 +10,11 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
-from tests.collectives import collectives, scans_of
 from tests.conftest import make_mesh
-from tests.models import gpt, gpt_block, gpt_params, norm
-from tests.reference import assert_close
-from tests.schedules import scheduled
+from tests.support.collectives import collectives, scans_of
+from tests.support.models import gpt, gpt_block, gpt_params, norm
+from tests.support.reference import assert_close
+from tests.support.schedules import scheduled
 from zerojax.tools._forecast import presets as _presets
 
 LAYERS, DIM, TOKENS, ROWS = 3, 32, 8, 16

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import zerojax
-from tests import draw
-from tests.reference import assert_close
+from tests.support import draw
+from tests.support.reference import assert_close
 
 PARAMS = {"w": draw.normal(0, 16, 16)}
 X = draw.normal(1, 32, 16)

@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.linear import BATCH, EVAL, STEP, loss, made, noisy, placed
-from tests.models import convnet
-from tests.placed import place
-from tests.schedules import scheduled
+from tests.support.linear import BATCH, EVAL, STEP, loss, made, noisy, placed
+from tests.support.models import convnet
+from tests.support.placed import place
+from tests.support.schedules import scheduled
 from zerojax import pad_batch, shard_batch
 from zerojax.run import process_slice
 

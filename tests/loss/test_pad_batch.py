@@ -9,9 +9,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests import draw
 from tests.conftest import make_mesh
-from tests.reference import assert_close
+from tests.support import draw
+from tests.support.reference import assert_close
 
 DRAWN = np.random.default_rng(0)
 PARAMS = {"w": draw.normal(0, 13, 5) / 4, "out": jnp.ones(5) / 3}

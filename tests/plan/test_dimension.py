@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.models import gpt_params
-from tests.shapes import params_plan, shape, specs
+from tests.support.models import gpt_params
+from tests.support.shapes import params_plan, shape, specs
 
 TOO_MUCH = r"padding any dimension of \(3, 3, 3, 3, 3\) to a multiple of 8 would make it more than"
 

@@ -14,8 +14,8 @@ import zerojax
 from tests.conftest import make_mesh
 from tests.plan.test_precision import HALVED, linear, made, stacks
 from tests.plan.test_rounding import numbers
-from tests.reference import assert_equal_bits
-from tests.schedules import scheduled
+from tests.support.reference import assert_equal_bits
+from tests.support.schedules import scheduled
 from zerojax import _compat
 from zerojax._plan import encodings, kept
 from zerojax._plan.roles import names_of

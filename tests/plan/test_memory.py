@@ -8,8 +8,8 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.models import gpt_params
-from tests.reference import tree_bytes
+from tests.support.models import gpt_params
+from tests.support.reference import tree_bytes
 
 DEVICES = 8
 MASTERS = zerojax.Precision(param="bfloat16", master="float32")

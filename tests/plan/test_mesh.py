@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import zerojax
-from tests.shapes import params_plan, shape
+from tests.support.shapes import params_plan, shape
 
 
 @dataclasses.dataclass(frozen=True)

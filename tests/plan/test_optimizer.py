@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.models import OPTIMIZERS, gpt_params
-from tests.reference import assert_close
-from tests.shapes import shape, specs
+from tests.support.models import OPTIMIZERS, gpt_params
+from tests.support.reference import assert_close
+from tests.support.shapes import shape, specs
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.reference import assert_equal_bits
+from tests.support.reference import assert_equal_bits
 
 COLLECTIVES = r"= \S+ (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\("
 W = np.arange(1, 257 * 5 + 1, dtype=np.float32).reshape(257, 5)

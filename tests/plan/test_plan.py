@@ -8,8 +8,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
-from tests.linear import made
-from tests.shapes import params_plan, shape, specs
+from tests.support.linear import made
+from tests.support.shapes import params_plan, shape, specs
 
 ADAM = optax.adam(1e-3)
 PARAMS = {"w": shape(16, 64), "b": shape(8)}

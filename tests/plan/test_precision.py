@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.linear import BATCH
-from tests.reference import assert_equal_bits
-from tests.shapes import shape
+from tests.support.linear import BATCH
+from tests.support.reference import assert_equal_bits
+from tests.support.shapes import shape
 
 HALF = {"compute": "bfloat16", "param": "bfloat16"}
 STORED = {

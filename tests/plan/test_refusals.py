@@ -8,8 +8,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.linear import BATCH, loss, made
-from tests.shapes import params_plan, shape
+from tests.support.linear import BATCH, loss, made
+from tests.support.shapes import params_plan, shape
 
 W = {"w": shape(16, 3)}
 PAIR = ({"w": np.ones((64, 16), "f")}, ())

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests.pictures import filled, overlapping
-from tests.shapes import shape
+from tests.support.pictures import filled, overlapping
+from tests.support.shapes import shape
 
 LEVELS = zerojax.mesh(node=2, gpu=4)
 GROUPS = {"params": "gpu", "grads": "gpu", "opt_state": ("gpu", "node")}

@@ -3,7 +3,7 @@
 import re
 import sys
 
-from tests.processes import python
+from tests.support.processes import python
 
 PROGRAM = """
 import warnings

@@ -19,7 +19,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import zerojax
-from tests.schedules import scheduled
+from tests.support.schedules import scheduled
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--directory", required=True)

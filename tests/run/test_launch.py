@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.processes import ROOT, environment
+from tests.support.processes import ROOT, environment
 from zerojax.tools import _launch
 
 pytestmark = pytest.mark.ci  # several processes, some with limits of time
@@ -266,7 +266,7 @@ def test_what_cannot_start_is_refused(run, module, monkeypatch, flags, env, says
 
 def test_eight_processes_train_and_one_of_them_is_killed(launched, tmp_path):
     """The numbers of each, and what JAX knows of them: tests/run has the rest."""
-    worker = ("-m", "tests.worker", "--directory", str(tmp_path / "c"), "--devices", "1")
+    worker = ("-m", "tests.support.worker", "--directory", str(tmp_path / "c"), "--devices", "1")
     env = {"PYTHONPATH": str(ROOT), "XLA_FLAGS": os.environ["XLA_FLAGS"]}
     process = launched("", "-n", "8", "--cpu", *worker, "--dim", "32", "--kill-at", "3", **env)
     out, err = ended(process, 137)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import zerojax
-from tests.clock import stopped
 from tests.conftest import make_mesh
+from tests.support.clock import stopped
 
 GPU = "NVIDIA H100 80GB HBM3"
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.processes import Run, check_written_together, completed
+from tests.support.processes import Run, check_written_together, completed
 
 pytestmark = pytest.mark.ci
 STEPS = 8

@@ -6,10 +6,10 @@ import pytest
 import safetensors.numpy
 
 import zerojax
-from tests import worker
 from tests.conftest import make_mesh
-from tests.processes import check_written_together, completed, python
-from tests.reference import assert_close
+from tests.support import worker
+from tests.support.processes import check_written_together, completed, python
+from tests.support.reference import assert_close
 from zerojax._run import processes
 
 
@@ -167,7 +167,7 @@ import flax.nnx, jax, numpy as np, optax
 from jax.extend import backend
 import zerojax
 import zerojax.nnx
-from tests import worker
+from tests.support import worker
 from zerojax import _compat
 from zerojax._run import elastic
 

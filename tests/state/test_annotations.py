@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.reference import assert_close
-from tests.shapes import shape
+from tests.support.reference import assert_close
+from tests.support.shapes import shape
 
 BATCH = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
 INIT = nn.initializers.xavier_uniform()

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.reference import assert_close, assert_equal_bits
+from tests.support.reference import assert_close, assert_equal_bits
 
 X = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
 DRAW = np.random.default_rng(1)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.reference import assert_close
+from tests.support.reference import assert_close
 
 eqx = pytest.importorskip("equinox", reason="the Equinox tests need equinox")
 

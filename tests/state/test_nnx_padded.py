@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.reference import assert_close, assert_equal_bits
+from tests.support.reference import assert_close, assert_equal_bits
 
 X = np.random.default_rng(0).normal(size=(6, 31)).astype(np.float32)
 SIX = make_mesh(6)

@@ -10,7 +10,7 @@ from flax import nnx
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.nnx_models import make
+from tests.support.nnx_models import make
 
 X, TWO = np.ones((16, 16), np.float32), make_mesh(2)
 

@@ -14,8 +14,8 @@ from jax.core import Tracer
 
 import zerojax
 import zerojax.nnx
-from tests.linear import BATCH, STEP
-from tests.reference import assert_equal_bits
+from tests.support.linear import BATCH, STEP
+from tests.support.reference import assert_equal_bits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

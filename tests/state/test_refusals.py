@@ -12,9 +12,9 @@ from flax.training.train_state import TrainState
 
 import zerojax
 import zerojax.nnx
-from tests.linear import BATCH, EVAL, STEP, loss, made, placed
-from tests.nnx_models import make
-from tests.shapes import shape
+from tests.support.linear import BATCH, EVAL, STEP, loss, made, placed
+from tests.support.nnx_models import make
+from tests.support.shapes import shape
 
 W = np.arange(-2, 2, dtype="f")
 SGD = optax.sgd(0.1)

@@ -3,7 +3,7 @@
 import flax.linen as nn
 import pytest
 
-from tests.shapes import params_plan, shape
+from tests.support.shapes import params_plan, shape
 
 BLOCKS = {"w": shape(8, 16, 16), "b": shape(8, 16), "gain": shape(8)}
 ODD = {"groups": {"w": shape(4, 8, 15, 7), "b": shape(4, 8, 7)}}

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import zerojax
-from tests.reference import assert_equal_bits
+from tests.support.reference import assert_equal_bits
 
 
 class Layer(NamedTuple):

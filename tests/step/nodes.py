@@ -8,8 +8,8 @@ import numpy as np
 import optax
 
 import zerojax
-from tests.collectives import collectives
-from tests.schedules import scheduled
+from tests.support.collectives import collectives
+from tests.support.schedules import scheduled
 
 LAYERS, DIM = 4, 64
 AXES = ("node", "gpu")

@@ -11,9 +11,9 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.models import EPS
-from tests.reference import assert_close, split_aux
-from tests.schedules import scheduled
+from tests.support.models import EPS
+from tests.support.reference import assert_close, split_aux
+from tests.support.schedules import scheduled
 
 ALL = zerojax.Offload(min_bytes=0)
 BATCH = np.arange(32) % 60

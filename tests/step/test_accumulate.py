@@ -9,7 +9,7 @@ import pytest
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.reference import assert_close
+from tests.support.reference import assert_close
 
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (16, 16))}
 # Very uneven: whole shards, and whole microbatches, without a single true element.

@@ -12,14 +12,14 @@ from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
-from tests import audits, steps
-from tests.audits import DIM, LAYERS
-from tests.collectives import collectives, scans_of
 from tests.conftest import make_mesh
-from tests.reference import assert_close
-from tests.schedules import scheduled
 from tests.step import tensor
-from tests.steps import BOTH
+from tests.support import audits, steps
+from tests.support.audits import DIM, LAYERS
+from tests.support.collectives import collectives, scans_of
+from tests.support.reference import assert_close
+from tests.support.schedules import scheduled
+from tests.support.steps import BOTH
 
 ROWS = 256  # of a device; of fewer, a layer's input would be too small to travel
 OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(

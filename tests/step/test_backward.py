@@ -9,13 +9,13 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
-from tests import steps
-from tests.collectives import every_equation
 from tests.conftest import make_mesh
-from tests.reference import assert_close
-from tests.schedules import scheduled
 from tests.step import stacks
 from tests.step.stacks import BATCH, adam, is_on_host, loop, loss, on_gpus
+from tests.support import steps
+from tests.support.collectives import every_equation
+from tests.support.reference import assert_close
+from tests.support.schedules import scheduled
 
 LAYERS, DIM = 3, 32
 OWN, PART = (LAYERS, DIM, DIM), (LAYERS, DIM // 2, DIM)

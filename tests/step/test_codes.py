@@ -8,12 +8,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
-from tests import audits
-from tests.collectives import collectives
-from tests.reference import assert_equal_bits
-from tests.schedules import scheduled
 from tests.step import nodes
 from tests.step.nodes import AXES, BATCH, LAYERS, LEVELS, PARAMS
+from tests.support import audits
+from tests.support.collectives import collectives
+from tests.support.reference import assert_equal_bits
+from tests.support.schedules import scheduled
 
 GPU, NODE = ("gpu",), ("node",)
 INT8 = {"gather": "int8", "reduce": "int8"}

@@ -17,8 +17,8 @@ from jax.sharding import AxisType
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.processes import python
-from tests.reference import assert_close
+from tests.support.processes import python
+from tests.support.reference import assert_close
 
 TX = optax.adam(1e-2)
 ROWS = np.linspace(-1, 1, 16 * 32, dtype="f").reshape(16, 32)

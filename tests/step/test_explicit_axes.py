@@ -17,10 +17,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.families import BATCH, FAMILIES
-from tests.reference import assert_close
-from tests.schedules import scheduled
 from tests.step import tensor
+from tests.support.families import BATCH, FAMILIES
+from tests.support.reference import assert_close
+from tests.support.schedules import scheduled
 from zerojax.tools._forecast.mfu import needed_flops
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.reference import assert_equal_bits
+from tests.support.reference import assert_equal_bits
 
 GOOD = np.ones((8, 16), np.float32)
 NAN_ON_ONE_DEVICE = np.where(np.arange(8)[:, None] == 5, np.nan, GOOD).astype(np.float32)

@@ -10,11 +10,11 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
-from tests.collectives import collectives
 from tests.conftest import make_mesh
-from tests.reference import assert_close
 from tests.step import nodes
 from tests.step.nodes import BATCH, LAYERS, LEVELS, PARAMS
+from tests.support.collectives import collectives
+from tests.support.reference import assert_close
 
 ADAM = optax.adam(1e-2)
 LABELS = {"w": "frozen", "x": "trained"}

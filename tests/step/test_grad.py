@@ -9,10 +9,10 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.conftest import is_here, make_mesh
-from tests.models import mlp
-from tests.placed import shardings
-from tests.reference import assert_close, make_state, reference_run
-from tests.schedules import scheduled
+from tests.support.models import mlp
+from tests.support.placed import shardings
+from tests.support.reference import assert_close, make_state, reference_run
+from tests.support.schedules import scheduled
 
 PARAMS = {"w": jnp.ones((16, 8))}
 X = jnp.ones((16, 16))

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests import steps
-from tests.collectives import collectives
-from tests.reference import assert_close
 from tests.step import nodes
 from tests.step.nodes import AMSP, AXES, BATCH, DIM, HSDP, LAYERS, LEVELS, SGD
+from tests.support import steps
+from tests.support.collectives import collectives
+from tests.support.reference import assert_close
 
 GPU, NODE = ("gpu",), ("node",)
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")

@@ -8,10 +8,10 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests import linear
 from tests.conftest import make_mesh
-from tests.linear import BATCH
-from tests.schedules import scheduled
+from tests.support import linear
+from tests.support.linear import BATCH
+from tests.support.schedules import scheduled
 
 PARAMS = {"w": np.ones((64, 16), np.float32)}
 MESH = make_mesh(2)

@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests import steps
-from tests.collectives import collectives
 from tests.conftest import make_mesh
-from tests.models import odd_gpt
-from tests.reference import make_state
 from tests.step.nodes import AMSP, HSDP, LEVELS
+from tests.support import steps
+from tests.support.collectives import collectives
+from tests.support.models import odd_gpt
+from tests.support.reference import make_state
 
 model = functools.cache(lambda: odd_gpt(12))
 SIX = make_mesh(6)

@@ -13,10 +13,10 @@ from flax.training.train_state import TrainState
 
 import zerojax
 import zerojax.nnx
-from tests.collectives import collectives, every_equation
 from tests.conftest import make_mesh
-from tests.reference import assert_close, assert_equal_bits
-from tests.schedules import scheduled
+from tests.support.collectives import collectives, every_equation
+from tests.support.reference import assert_close, assert_equal_bits
+from tests.support.schedules import scheduled
 from zerojax.checkpoint import export_safetensors, import_safetensors
 from zerojax.manual import dequantized
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 import zerojax
-from tests import audits
 from tests.conftest import make_mesh
 from tests.step import nodes, stacks
 from tests.step.nodes import AXES
+from tests.support import audits
 
 FLAT = {"axis": AXES}
 

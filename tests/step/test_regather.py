@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests import steps
-from tests.collectives import scans_of
 from tests.step import nodes
 from tests.step.nodes import AXES, LAYERS, LEVELS
+from tests.support import steps
+from tests.support.collectives import scans_of
 
 GPU, NODE = ("gpu",), ("node",)
 PLAN = nodes.planned(axis=AXES)

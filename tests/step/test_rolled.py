@@ -15,8 +15,6 @@ from flax.training.train_state import TrainState
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.reference import State, assert_close
-from tests.schedules import scheduled
 from tests.step.python_loops import (
     DIM,
     KEY,
@@ -32,6 +30,8 @@ from tests.step.python_loops import (
     two_stacks,
     u_net,
 )
+from tests.support.reference import State, assert_close
+from tests.support.schedules import scheduled
 
 
 def plain(layer, remat, count=LAYERS, order=None):

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.reference import assert_close
-from tests.schedules import scheduled
 from tests.step import stacks
 from tests.step.stacks import ALL, BATCH, is_on_host
+from tests.support.reference import assert_close
+from tests.support.schedules import scheduled
 
 ADAM = stacks.adam()
 CLIPPED_PARTS = optax.clip_by_global_norm(1.0), ADAM

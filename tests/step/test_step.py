@@ -14,11 +14,11 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests import linear, steps
 from tests.conftest import make_mesh
-from tests.linear import BATCH, EVAL, STEP
-from tests.reference import assert_close, assert_equal_bits
-from tests.schedules import scheduled
+from tests.support import linear, steps
+from tests.support.linear import BATCH, EVAL, STEP
+from tests.support.reference import assert_close, assert_equal_bits
+from tests.support.schedules import scheduled
 
 SGD = optax.sgd(0.1)
 

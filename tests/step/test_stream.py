@@ -8,11 +8,11 @@ import optax
 import pytest
 
 import zerojax
-from tests import steps
 from tests.conftest import make_mesh
-from tests.reference import assert_close
 from tests.step import stacks
 from tests.step.stacks import ALL, BATCH, is_on_host, loss, on_gpus
+from tests.support import steps
+from tests.support.reference import assert_close
 
 BOTH = steps.BOTH
 HALF = zerojax.Offload(opt_state=0.5, min_bytes=0)

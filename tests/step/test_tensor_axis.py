@@ -12,7 +12,6 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import zerojax
-from tests.schedules import scheduled
 from tests.step.tensor import (
     BATCH,
     DIM,
@@ -26,6 +25,7 @@ from tests.step.tensor import (
     scanned,
     weights_sent,
 )
+from tests.support.schedules import scheduled
 
 
 @functools.cache

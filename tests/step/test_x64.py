@@ -9,7 +9,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.schedules import scheduled
+from tests.support.schedules import scheduled
 
 X = np.ones((8, 16), np.float32)
 NOTHING = lambda f: f

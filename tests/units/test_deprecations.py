@@ -6,7 +6,7 @@ import pytest
 
 import zerojax
 from tests.conftest import is_here
-from tests.linear import made
+from tests.support.linear import made
 from zerojax import _declared, _deprecations
 from zerojax._deprecations import Old
 

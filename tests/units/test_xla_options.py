@@ -8,9 +8,9 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
-from tests import audits
 from tests.conftest import make_mesh
-from tests.schedules import scheduled
+from tests.support import audits
+from tests.support.schedules import scheduled
 from zerojax._features import xla_options as xla
 
 LAYER = np.ones((64, 64), "f")

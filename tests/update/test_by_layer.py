@@ -11,10 +11,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.models import OPTIMIZERS
-from tests.printed import memory
-from tests.reference import assert_close
-from tests.schedules import scheduled
+from tests.support.models import OPTIMIZERS
+from tests.support.printed import memory
+from tests.support.reference import assert_close
+from tests.support.schedules import scheduled
 
 LAYERS, DIM = 3, 8
 FREE = jnp.arange(24.0).reshape(6, 4) / 24

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import zerojax
-from tests import draw
+from tests.support import draw
 from zerojax import QuantizedWire
 from zerojax._wire.codecs import NOISE
 

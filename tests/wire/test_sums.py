@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import zerojax
-from tests.collectives import collectives
 from tests.conftest import make_mesh
+from tests.support.collectives import collectives
 
 LEVELS = {"rack": 2, "node": 2, "gpu": 2}
 SHAPE = 253, 74  # rests padded, as 256 rows

@@ -1,4 +1,4 @@
-"""The programs of a configuration as text, from shapes: see `tests/configurations.py`."""
+"""The programs of a configuration as text, from shapes: see `tests/support/configurations.py`."""
 
 import functools
 import re
@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 
 import zerojax
-from tests import nnx_models
-from tests.schedules import scheduled
+from tests.support import nnx_models
+from tests.support.schedules import scheduled
 
 
 def parts(row: Any) -> tuple:

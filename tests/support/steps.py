@@ -1,7 +1,7 @@
 """The table of steps that tests read: each is placed, traced, compiled and run once.
 
-    python -m tests.steps            # the rows
-    python -m tests.steps groups     # one of them: its audit, its jaxpr, its compiled program
+    python -m tests.support.steps            # the rows
+    python -m tests.support.steps groups     # one of them: its audit, its jaxpr, what XLA compiles
 
 A row makes what a test asks it for, and keeps it. Another worker of pytest-xdist traces a row
 again, and has its program from JAX's cache: see `tests/conftest.py`.
@@ -20,13 +20,11 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 import zerojax
-from tests import (
-    audits,  # before JAX, which it has make 8 devices
-)
-from tests.models import Model, convnet, gpt, mlp, transformer
-from tests.reference import make_state, split_aux
-from tests.schedules import scheduled
 from tests.step import tensor
+from tests.support import audits  # before JAX, which it has make 8 devices
+from tests.support.models import Model, convnet, gpt, mlp, transformer
+from tests.support.reference import make_state, split_aux
+from tests.support.schedules import scheduled
 
 BOTH = zerojax.Offload(params=True, min_bytes=0)
 BF16 = zerojax.Precision(compute="bfloat16")

@@ -4,7 +4,7 @@ import jax
 import optax
 
 import zerojax
-from tests.reference import make_state
+from tests.support.reference import make_state
 
 
 def place(model, stage=3, tx=None, **options):

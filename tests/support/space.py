@@ -1,8 +1,8 @@
 """The space of steps: features, their levels, what is refused, and rows that have every pair.
 
-    python tests/space.py           # all rows, and how many pairs each of them is the first to have
-    python tests/space.py 17        # a row, these pairs, and the program that its step compiles to
-    python tests/space.py 7-113     # a row of `make fuzz SEED=7 FIRST=113 COUNT=1`, and its program
+    python tests/support/space.py           # all rows, and how many pairs each is the first to have
+    python tests/support/space.py 17        # a row, these pairs, and the program of its step
+    python tests/support/space.py 7-113     # a row of `make fuzz SEED=7 FIRST=113 COUNT=1`
 
 Beside the pairs, each level is wanted in a row that rounds nothing: with precision='' and codes=''.
 `tests/test_pairs.py` compares each row with one device.
@@ -379,7 +379,7 @@ def main(which: str = "") -> None:
             texts = (", ".join(sorted(f"{name}={level!r}" for name, level in g)) for g in first)
             print(*sorted(texts), sep="\n")
     if which:
-        from tests.compared import compiled
+        from tests.support.compared import compiled
 
         row = walk(*map(int, which.split("-"))) if is_drawn else rows()[int(which)]
         print(row, flush=True)  # of a row that zerojax refuses, an error comes next
@@ -389,7 +389,8 @@ def main(which: str = "") -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-    from tests import conftest, space  # noqa: F401 the first has JAX emulate devices
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+    from tests import conftest  # noqa: F401 the first has JAX emulate devices
+    from tests.support import space
 
     space.main(*sys.argv[1:])

@@ -1,6 +1,6 @@
 """One process of a training run, for tests and benchmarks that start, kill and compare runs.
 
-    python -m tests.worker --directory runs/a --steps 8
+    python -m tests.support.worker --directory runs/a --steps 8
 
 Prints `step N` after each step, and in the end `digest HEX` of the whole state. With --elastic it
 goes on when others are lost. What goes wrong on purpose does so in the last process alone.

@@ -4,7 +4,7 @@ import pathlib
 
 import zerojax
 
-HERE = pathlib.Path(__file__).parent / "programs"
+HERE = pathlib.Path(__file__).parents[1] / "programs"
 BF16, F32 = 2, 4  # bytes
 LAYER = 256 * 256  # elements of one weight
 

@@ -1,4 +1,4 @@
-"""Runs a row of `tests/space.py` in a step, and compares it with one device."""
+"""Runs a row of `tests/support/space.py` in a step, and compares it with one device."""
 
 import dataclasses
 import math
@@ -18,9 +18,9 @@ from jax.sharding import AxisType, Mesh
 
 import zerojax
 import zerojax.nnx
-from tests.schedules import scheduled
-from tests.space import SEVEN, Row, settings
-from tests.trajectory import (
+from tests.support.schedules import scheduled
+from tests.support.space import SEVEN, Row, settings
+from tests.support.trajectory import (
     OPTIMIZERS,
     RATE,
     STEPS,

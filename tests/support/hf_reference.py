@@ -1,6 +1,6 @@
 """What Hugging Face's checkpoints are named, and what its models compute: hf_reference.json.
 
-    python -m tests.hf_reference    # with torch and transformers: writes the file anew
+    python -m tests.support.hf_reference    # with torch and transformers: writes the file anew
 
 It has the name and shape of each tensor of some checkpoints, from the configs that they are
 published with, with {} where layers and experts count, and the logits of small models. The weights

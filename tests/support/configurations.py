@@ -24,8 +24,16 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import zerojax
-from tests import lowering, nnx_models
-from tests.models import MODELS, OPTIMIZERS, Model, gpt_loss, gpt_params, label_params, odd_gpt
+from tests.support import lowering, nnx_models
+from tests.support.models import (
+    MODELS,
+    OPTIMIZERS,
+    Model,
+    gpt_loss,
+    gpt_params,
+    label_params,
+    odd_gpt,
+)
 from zerojax import manual
 
 REFUSED = "refused, "  # what the text of a row begins with that raises an error

@@ -1,7 +1,7 @@
-"""The models of `tests/space.py`: small ones of each kind, all with the same features in the loss.
+"""The models of `space.py`: small ones of each kind, all with the same features in the loss.
 
 Each computes the losses of some rows, from statistics that it updates and with dropout. It knows
-nothing of meshes: `tests/trajectory.py` runs it on one device, `tests/compared.py` in a step.
+nothing of meshes: `trajectory.py` runs it on one device, `compared.py` in a step.
 """
 
 import dataclasses

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from flax.training.train_state import TrainState
 
-from tests.models import Model
+from tests.support.models import Model
 
 
 class State(TrainState):

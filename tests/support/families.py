@@ -1,4 +1,4 @@
-"""One small model in each family of models that `tests/subjects.py` has not."""
+"""One small model in each family of models that `tests/support/subjects.py` has not."""
 
 import functools
 from collections.abc import Callable

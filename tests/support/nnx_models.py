@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from tests import draw
+from tests.support import draw
 
 ROWS, WIDTH = 64, 32
 EPS = 1e-4

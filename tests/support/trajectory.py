@@ -1,4 +1,4 @@
-"""What a row of `tests/space.py` should give: three steps on one device, in plain JAX and optax.
+"""What a row of `space.py` should give: three steps on one device, in plain JAX and optax.
 
 The gradients are sums over parts of the batch, one for each device and microbatch. A part has
 always as many rows, so that one program serves all rows of the space that share a model.
@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 import zerojax
-from tests.space import Row
-from tests.subjects import Subject, subject
+from tests.support.space import Row
+from tests.support.subjects import Subject, subject
 
 STEPS, PART, RATE = 3, 2, 0.2  # rows of a part; of dropout
 EPS = 1e-4  # Adam's own 1e-8 turns rounding noise of tiny gradients into steps of full size

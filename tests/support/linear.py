@@ -7,7 +7,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import zerojax
-from tests.schedules import scheduled
+from tests.support.schedules import scheduled
 
 BATCH = np.ones((8, 64), np.float32)
 

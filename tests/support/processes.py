@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def free_port() -> int:
@@ -71,14 +71,14 @@ def ssh(directory: pathlib.Path) -> dict[str, str]:
 
 
 class Run:
-    """Processes of `tests.worker`, or of `module`; their output is in files of `logs`."""
+    """Processes of `tests.support.worker`, or of `module`; their output is in files of `logs`."""
 
     def __init__(
         self,
         count: int,
         logs: pathlib.Path,
         arguments: Sequence[str],
-        module: str = "tests.worker",
+        module: str = "tests.support.worker",
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"{number}.log" for number in range(count)]
