@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 PyTree: TypeAlias = Any  # arrays, or what stands for them, in nested containers
 Number: TypeAlias = Any  # or None where it is unknown
@@ -47,3 +48,18 @@ def zero_gradient(value: Array | jax.ShapeDtypeStruct) -> Array | np.ndarray:
     if is_key(value):
         return np.zeros(value.shape, jax.dtypes.float0)
     return jnp.zeros(value.shape, value.dtype)
+
+
+def is_float(value: Any) -> bool:
+    """Whether a value has a gradient: floats, or complex numbers."""
+    return jax.dtypes.issubdtype(value.dtype, jnp.inexact)
+
+
+def wide(dtype: DTypeLike) -> DTypeLike:
+    """Returns the dtype for sums and means of `dtype`: itself, but float32 at least.
+
+    For integers it is JAX's default float.
+    """
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.result_type(float)
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)

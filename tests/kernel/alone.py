@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from zerojax._kernel.body import How
 from zerojax._kernel.device import DeviceStep, Param, rested, scattered
-from zerojax._kernel.places import Placement, Rule, groups_of, leaf_at
+from zerojax._kernel.places import Placement, groups_of, leaf_at
 
 AXES = ("data",)
 STACKED = {"layers/w": True, "layers/b": True, "out": False}
@@ -33,14 +33,15 @@ def loss(params, x):
     return jnp.mean((jax.lax.scan(layer, x, params["layers"])[0] @ params["out"] - x[:, :8]) ** 2)
 
 
-def planned(tree, groups, rule, is_param):
+def planned(tree, groups, is_param):
     """Returns the plan of each leaf: of the optimizer's, that of the parameter that it is like."""
 
     def leaf(path, value):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         stacked = next((layers for end, layers in STACKED.items() if name.endswith(end)), False)
-        spec, reason = rule(name, value.shape, PartitionSpec(), int(stacked))
-        whole = Placement(spec, AXES if reason is None else ())
+        reason = None if value.ndim > stacked else "scalar"
+        spec = PartitionSpec(*[None] * stacked, *AXES)
+        whole = Placement(PartitionSpec()) if reason else Placement(spec, AXES)
         about = {"path": name, "kind": "", "shape": value.shape, "dtype": value.dtype}
         about |= {"stacked": stacked, "reason": reason}
         return leaf_at(whole, groups, is_param=is_param, **about)
@@ -50,10 +51,10 @@ def planned(tree, groups, rule, is_param):
 
 def main(stage):
     mesh = jax.make_mesh((4,), AXES, axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    rule, groups = Rule(mesh, AXES, {}, 0, False), groups_of(stage, AXES)
+    groups = groups_of(stage, AXES)
     params, x = make_params(), rows()
     opt_state = TX.init(params)
-    leaves = planned(params, groups, rule, True), planned(opt_state, groups, rule, False)
+    leaves = planned(params, groups, True), planned(opt_state, groups, False)
     each = leaves[0] + leaves[1]
     jaxpr = jax.make_jaxpr(loss)(params, x[:2]).jaxpr
     on_device = [Param(leaf, mesh, AXES, groups) for leaf in leaves[0]]

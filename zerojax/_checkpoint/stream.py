@@ -30,11 +30,11 @@ from zerojax._checkpoint.into_codes import as_weight
 from zerojax._checkpoint.names import Names, Source
 from zerojax._declared import checked
 from zerojax._kernel.arrays import layer_of
-from zerojax._kernel.travel import Entry, names_in
 from zerojax._plan.padding import padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.resharding import check_float, check_placed
 from zerojax._run import agreement as _agreement
+from zerojax._specs import Entry, names_in
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._state.packed import Coding, codings_of
 from zerojax._types import PyTree

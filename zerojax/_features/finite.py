@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax.training.dynamic_scale import DynamicScale
 
-from zerojax._kernel.device import wide
 from zerojax._state import state as _state
-from zerojax._types import PyTree
+from zerojax._types import PyTree, wide
 
 
 def scale_of(state: PyTree) -> DynamicScale | None:

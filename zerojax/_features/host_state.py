@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from zerojax import _compat
+from zerojax._jaxprs import is_var
 from zerojax._kernel.arrays import Index, sliced, written
 from zerojax._kernel.device import at_rest, scattered, updated
-from zerojax._kernel.jaxprs import is_var
 from zerojax._kernel.places import LeafPlan
 from zerojax._plan.padding import padded, unpadded
 from zerojax._plan.plan import Plan

@@ -19,15 +19,14 @@ from jax.sharding import NamedSharding
 
 from zerojax import _compat
 from zerojax._features import host_state as _host_state
+from zerojax._jaxprs import is_var
 from zerojax._kernel.arrays import Layer, Unchanged, sliced, written
-from zerojax._kernel.device import wide
-from zerojax._kernel.jaxprs import is_var
 from zerojax._kernel.places import LeafPlan, by_layer
 from zerojax._kernel.travel import Held
 from zerojax._plan.encodings import as_float, as_stored
 from zerojax._plan.plan import Plan
 from zerojax._state.state import OPT_STATE, PARAMS
-from zerojax._types import PyTree
+from zerojax._types import PyTree, wide
 from zerojax._update import rules as _rules
 from zerojax._update.guess import Guess, sums_of
 from zerojax._update.rules import SAME, Flat, Label

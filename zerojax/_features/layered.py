@@ -22,8 +22,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
-from zerojax._kernel.device import wide
-from zerojax._kernel.jaxprs import (
+from zerojax._jaxprs import (
     Atom,
     Inliner,
     Var,
@@ -37,6 +36,7 @@ from zerojax._kernel.jaxprs import (
 from zerojax._kernel.pieces import CONST, WEIGHT
 from zerojax._loss.batch import REPLICATED, Microbatches
 from zerojax._loss.trace import as_one_device, typed
+from zerojax._types import wide
 
 # [Note: layered accumulation]
 # This takes a loss apart at its loops over layers. The equations between two loops are a *segment*,

@@ -24,17 +24,18 @@ from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
 from zerojax._features.runs import LEAST, Codecs, Place, Repeats, Stretch, made_by
-from zerojax._kernel.jaxprs import (
+from zerojax._jaxprs import (
     Atom,
     Var,
+    common_path,
     is_checkpoint,
     is_var,
     reads,
     same_as,
     type_of,
     unclosed,
+    unique,
 )
-from zerojax._kernel.pieces import common_path, unique
 from zerojax._kernel.places import LeafPlan, Placement
 from zerojax._loss.trace import typed
 

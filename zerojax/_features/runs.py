@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn
 
 from zerojax import _compat
-from zerojax._kernel.jaxprs import Atom, Inliner, Keys, Var, is_checkpoint, is_var, reads, type_of
+from zerojax._jaxprs import Atom, Inliner, Keys, Var, is_checkpoint, is_var, reads, type_of
 from zerojax._kernel.places import LeafPlan
 from zerojax._kernel.travel import Codec
 

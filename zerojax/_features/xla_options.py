@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from zerojax import _compat
-from zerojax._kernel.jaxprs import nbytes
+from zerojax._jaxprs import nbytes
 from zerojax._types import Device
 
 COMBINE_GATHERS = "xla_gpu_all_gather_combine_threshold_bytes"

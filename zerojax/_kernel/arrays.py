@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array, lax
 
 from zerojax import _compat
-from zerojax._kernel.travel import Held, is_float
-from zerojax._types import PyTree
+from zerojax._kernel.travel import Held
+from zerojax._types import PyTree, is_float
 
 Value = Array | Held  # an input of a scope
 Gradient = Any  # of a Value, in its structure; None where there is none

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.tree_util import register_dataclass
 
 from zerojax import _compat
+from zerojax._jaxprs import Atom, Var, is_var, type_of
 from zerojax._kernel import travel as _travel
 from zerojax._kernel.arrays import (
     Gradient,
@@ -23,16 +24,14 @@ from zerojax._kernel.arrays import (
     add,
     add_held,
     gradients,
-    is_float,
     merge,
     vary,
     where,
     zeros_like,
 )
-from zerojax._kernel.jaxprs import Atom, Var, is_var, type_of
 from zerojax._kernel.pieces import Op, Split
 from zerojax._kernel.travel import Cut, Held, Transit
-from zerojax._types import TreeDef, is_key
+from zerojax._types import TreeDef, is_float, is_key
 
 
 @functools.partial(

@@ -23,9 +23,10 @@ from zerojax._kernel.arrays import Value
 from zerojax._kernel.body import How
 from zerojax._kernel.engine import SplitLoss
 from zerojax._kernel.pieces import WEIGHT, InputKind
-from zerojax._kernel.places import Axes, Groups, LeafPlan, Placement, axes_size, beyond
+from zerojax._kernel.places import Groups, LeafPlan, Placement
 from zerojax._kernel.travel import EXACT, Codec, Cut, Held, Route
-from zerojax._types import PyTree, zero_gradient
+from zerojax._specs import Axes, axes_size, beyond
+from zerojax._types import PyTree, wide, zero_gradient
 
 # -- one parameter
 
@@ -274,16 +275,6 @@ def exact_share(ways: int) -> tuple[float, float]:
     """
     power = 1 << (ways - 1).bit_length()
     return 1 / power, power / ways
-
-
-def wide(dtype: DTypeLike) -> DTypeLike:
-    """Returns the dtype for sums and means of `dtype`: itself, but float32 at least.
-
-    For integers it is JAX's default float.
-    """
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.result_type(float)
-    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 # -- the update, on all devices together, so that optimizers see global norms and whole matrices

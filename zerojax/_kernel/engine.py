@@ -12,6 +12,7 @@ from jax.extend.core import Jaxpr
 from jax.typing import DTypeLike
 
 from zerojax import _compat
+from zerojax._jaxprs import Atom, Var
 from zerojax._kernel.arrays import (
     Gradient,
     Value,
@@ -32,7 +33,6 @@ from zerojax._kernel.body import (
     wait,
     write,
 )
-from zerojax._kernel.jaxprs import Atom, Var
 from zerojax._kernel.loops import Layers, PrefetchedLayers, as_read
 from zerojax._kernel.pieces import (
     InputKind,

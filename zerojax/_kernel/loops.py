@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from zerojax import _compat
+from zerojax._jaxprs import nbytes
 from zerojax._kernel.arrays import (
     Gradient,
     Index,
@@ -27,16 +28,15 @@ from zerojax._kernel.arrays import (
     empty_stacks,
     fetched_layer,
     float_cotangents,
-    is_float,
     layer_of,
     resting_layer_of,
     where,
     with_layer,
 )
 from zerojax._kernel.body import AS_IT_IS, Body, How, Run, Saved
-from zerojax._kernel.jaxprs import nbytes
 from zerojax._kernel.pieces import Loop
 from zerojax._kernel.travel import Held, Transit
+from zerojax._types import is_float
 
 
 class Layers:

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.extend.core import Effect, JaxprEqn
 from jax.typing import ArrayLike
 
-from zerojax._kernel.jaxprs import Atom, Var, is_var, reads, type_of
+from zerojax._jaxprs import Atom, Var, common_path, is_var, reads, type_of, unique
 from zerojax._kernel.travel import Cut, Held
 
 Dims = tuple[int | None, ...]
@@ -190,22 +190,11 @@ def split_of(scopes: Sequence[Scope]) -> Split:
     return split.renamed(paths)
 
 
-def common_path(paths: Sequence[str]) -> str:
-    """Returns one path for several, with a star at each level where they differ."""
-    levels = zip(*(path.split("/")[::-1] for path in paths), strict=False)
-    names = [found[0] if len({*found}) == 1 else "*" for found in levels]
-    return "/".join(reversed(names))
-
-
 def reads_of(op: Op) -> list[Var]:
     """Returns the variables that an op reads as values, not as shards."""
     if isinstance(op, Nested):
         return [v for v in op.operands if not isinstance(v, Shard) and is_var(v)]
     return reads(op)
-
-
-def unique(items: Iterable[T]) -> list[T]:
-    return list(dict.fromkeys(items))
 
 
 def dtypes_of(split: Split) -> dict[Var, set[np.dtype]]:

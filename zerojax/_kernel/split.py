@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._kernel.jaxprs import Atom, Inliner, Keys, Var, alive, is_var, reads, type_of
+from zerojax._jaxprs import Atom, Inliner, Keys, Var, alive, is_var, reads, type_of, unique
 from zerojax._kernel.pieces import (
     CONST,
     WEIGHT,
@@ -30,7 +30,6 @@ from zerojax._kernel.pieces import (
     is_cast,
     reads_of,
     shards_read,
-    unique,
 )
 from zerojax._kernel.travel import Cut
 from zerojax._warn import warn

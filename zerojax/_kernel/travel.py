@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -20,6 +20,8 @@ from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
 from zerojax import _compat
+from zerojax._specs import Entry, names_in
+from zerojax._types import is_float
 
 Parts = tuple[Array, ...]  # an array as a codec wrote it
 
@@ -57,7 +59,6 @@ class Exact:
 
 
 EXACT = Exact()
-Entry = str | tuple[str, ...] | None  # of a PartitionSpec
 Hop = tuple[tuple[str, ...], bool]  # axes, and whether the array crosses them quantized
 
 
@@ -168,11 +169,6 @@ class Cut:
 def named(cuts: Sequence[Cut]) -> contextlib.AbstractContextManager:
     """Names the operations in its block after parameters, for readers of a trace."""
     return jax.named_scope("+".join(cut.path for cut in cuts))
-
-
-def names_in(entries: Iterable[Entry]) -> set[str]:
-    """Returns the mesh axes in the entries of a spec."""
-    return {name for e in entries for name in ((e,) if isinstance(e, str) else e or ())}
 
 
 # A weight on its way, as its codec wrote it: after the far hop, or after both hops; () before any.
@@ -430,8 +426,3 @@ def _each_part(
     return jax.shard_map(
         collective, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False
     )(array)
-
-
-def is_float(value: Any) -> bool:
-    """Whether a value has a gradient: floats, or complex numbers."""
-    return jax.dtypes.issubdtype(value.dtype, jnp.inexact)

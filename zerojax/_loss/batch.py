@@ -14,13 +14,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat, _fingerprint
 from zerojax._declared import checked
-from zerojax._kernel.places import axes_size
 from zerojax._loss import fields as _fields
 from zerojax._loss.arguments import find_plan
 from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats
 from zerojax._run import agreement as _agreement
+from zerojax._specs import axes_size
 from zerojax._state import carried as _carried, refusals as _refusals
 from zerojax._state.state import NNX_FIELDS, path_name
 from zerojax._types import PyTree

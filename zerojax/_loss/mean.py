@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._kernel.device import wide
-from zerojax._kernel.jaxprs import Inliner, alive, inferred, is_call, reads, type_of
+from zerojax._jaxprs import Inliner, alive, inferred, is_call, reads, type_of
+from zerojax._types import wide
 
 # The names of the calls below, by which `hoist_counts` and `check_gradients` find them.
 MEAN, COUNT, SUM = "zerojax_mean", "zerojax_count", "zerojax_sum"

@@ -16,7 +16,7 @@ from jax import Array
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from zerojax import _compat
-from zerojax._kernel.jaxprs import is_call, is_var, running, type_of
+from zerojax._jaxprs import is_call, is_var, running, type_of
 
 # What keeps the numbers of a table: Flax constrains one that it has partitioned.
 LAID_OUT = {"sharding_constraint", "reshape", "transpose", "slice", "squeeze", "copy"}

@@ -37,9 +37,9 @@ from jax.typing import DTypeLike
 
 from zerojax import _axis_types, _compat
 from zerojax._axis_types import NO_MESH
-from zerojax._kernel.jaxprs import Atom, is_var, unclosed
-from zerojax._kernel.travel import names_in
+from zerojax._jaxprs import Atom, is_var, unclosed
 from zerojax._loss import fields as _fields, mean as _mean, tables as _tables, unpacked as _unpacked
+from zerojax._specs import names_in
 from zerojax._state.hints import axes_of_rules
 from zerojax._state.packed import codings_of
 from zerojax._types import PyTree, is_key

@@ -16,7 +16,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from zerojax import _compat
-from zerojax._kernel.jaxprs import Atom, is_call, is_var, running, type_of
+from zerojax._jaxprs import Atom, is_call, is_var, running, type_of
 from zerojax._state.packed import Coding, Packed, is_packed
 from zerojax._types import PyTree
 

@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._declared import checked
-from zerojax._kernel.device import wide
 from zerojax._plan import encodings as _encodings, optimizer as _optimizer
 from zerojax._plan.precision import (
     CODES,
@@ -26,7 +25,7 @@ from zerojax._plan.precision import (
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.hints import layer_dims
 from zerojax._state.state import leaves_with_paths
-from zerojax._types import PyTree
+from zerojax._types import PyTree, wide
 
 
 class MasterState(NamedTuple):

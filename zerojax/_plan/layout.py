@@ -8,9 +8,9 @@ from typing import Self
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from zerojax._kernel.places import Axes, Groups, LeafPlan, axes_size, beyond, by_layer
-from zerojax._kernel.travel import names_in
+from zerojax._kernel.places import Groups, LeafPlan, by_layer
 from zerojax._plan.precision import Precision
+from zerojax._specs import Axes, axes_size, beyond, names_in
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._types import Shape, TreeDef
 from zerojax._update.update import InParts, Part, Update, on_no_mesh

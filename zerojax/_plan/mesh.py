@@ -10,8 +10,8 @@ from jax.sharding import AxisType, Mesh
 
 from zerojax import _compat
 from zerojax._declared import checked
-from zerojax._kernel.places import Axes, as_names
 from zerojax._run import processes as _processes
+from zerojax._specs import Axes, as_names
 from zerojax._types import Device
 
 DEFAULT_AXIS = "data"

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from zerojax._kernel.places import LeafPlan, as_names, by_layer
+from zerojax._kernel.places import LeafPlan, by_layer
+from zerojax._specs import as_names
 from zerojax._state.state import PARAMS
 from zerojax._table import human_bytes
 from zerojax._warn import warn

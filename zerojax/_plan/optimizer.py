@@ -13,8 +13,8 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from zerojax._kernel.jaxprs import is_var
-from zerojax._kernel.places import Rule
+from zerojax._jaxprs import is_var
+from zerojax._plan.rule import Rule
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.state import Leaf, leaves_with_paths, shape_dtype
 from zerojax._types import PyTree, is_key, zero_gradient

@@ -24,7 +24,7 @@ from jax.extend.core import Jaxpr
 
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, computed_with, typed_as
-from zerojax._kernel.jaxprs import is_var
+from zerojax._jaxprs import is_var
 from zerojax._kernel.places import LeafPlan
 from zerojax._plan import move as _move
 from zerojax._plan.layout import Layout

@@ -7,9 +7,9 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax._declared import Options, option
-from zerojax._kernel.places import DEFAULT_MIN_SHARD_SIZE
 from zerojax._plan.offload import Offload
 from zerojax._plan.precision import Precision, check_precision
+from zerojax._plan.rule import DEFAULT_MIN_SHARD_SIZE
 from zerojax._state.refusals import check_tx
 
 

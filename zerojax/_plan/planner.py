@@ -18,9 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax import _fingerprint, _readings
 from zerojax._axis_types import carried_mesh, with_auto_axes
 from zerojax._declared import checked, takes
-from zerojax._kernel import places as _places
-from zerojax._kernel.places import Axes, Groups, LeafPlan, Placement, chosen_groups, leaf_at
-from zerojax._kernel.travel import names_in
+from zerojax._kernel.places import Groups, LeafPlan, Placement, leaf_at
 from zerojax._plan import (
     mesh as _mesh,
     move as _move,
@@ -33,7 +31,9 @@ from zerojax._plan.offload import as_offload
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.plan_options import PlanOptions, StateOptions
 from zerojax._plan.precision import Precision
+from zerojax._plan.rule import Rule, chosen_groups
 from zerojax._run import agreement as _agreement, programs as _programs
+from zerojax._specs import Axes, names_in
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.hints import is_stack, layer_dims, own_axes
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf, state_of
@@ -72,7 +72,7 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
     groups = chosen_groups(options.stage, axes, {} if options.groups is None else options.groups)
     patterns = {} if options.overrides is None else options.overrides
     shards_over = groups.opt_state or axes
-    rule = _places.Rule(mesh, shards_over, patterns, options.min_shard_size, options.pad)
+    rule = Rule(mesh, shards_over, patterns, options.min_shard_size, options.pad)
     state, leaves = _as_stored(state_or_fn, options.precision)
     _refusals.check_one_tx(state, options.tx)
     tx = _state.get_tx(state) if options.tx is None else options.tx
@@ -148,7 +148,7 @@ def _leaf_plan(
     leaf: Leaf,
     spec_and_reason: Reasoned,
     groups: Groups,
-    rule: _places.Rule,
+    rule: Rule,
     frozen: bool,
     stacked: bool,
     absent: Axes,
@@ -179,7 +179,7 @@ def _shard_specs(
     state: PyTree,
     leaves: list[Leaf],
     bases: list[PartitionSpec],
-    rule: _places.Rule,
+    rule: Rule,
     stacks: Mapping[tuple, int],
     tx: optax.GradientTransformation | None,
 ) -> list[Reasoned]:
@@ -219,7 +219,7 @@ def _shard_specs(
 
 
 def _typed_spec(
-    shape: Shape, struct: jax.ShapeDtypeStruct, why: str | None, rule: _places.Rule
+    shape: Shape, struct: jax.ShapeDtypeStruct, why: str | None, rule: Rule
 ) -> Reasoned | None:
     """Returns the spec that JAX inferred for a leaf, and why it is replicated, as its parameter is.
 

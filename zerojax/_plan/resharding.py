@@ -17,12 +17,12 @@ from jax.typing import DTypeLike
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, auto_mesh, computed_with, typed
 from zerojax._declared import checked
-from zerojax._kernel.places import Placement, as_names, axes_size, beyond
-from zerojax._kernel.travel import names_in
+from zerojax._kernel.places import Placement
 from zerojax._plan.padding import padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import decoded_in
 from zerojax._run import agreement as _agreement
+from zerojax._specs import as_names, axes_size, beyond, names_in
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree, Shape

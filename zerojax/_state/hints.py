@@ -13,7 +13,7 @@ import numpy as np
 from flax.core import meta, spmd
 from jax.sharding import PartitionSpec
 
-from zerojax._kernel.travel import Entry, names_in
+from zerojax._specs import Entry, names_in
 from zerojax._state.state import PARAMS, Leaf, finds, leaves_with_paths, matching, path_name
 from zerojax._table import NUMBER
 from zerojax._types import PyTree, Shape

@@ -17,7 +17,7 @@ from zerojax import _axis_types, _compat
 from zerojax._declared import takes
 from zerojax._features.in_backward import InBackward, NoGradientError
 from zerojax._features.speculate import Passes, stays
-from zerojax._kernel.jaxprs import is_var, reads, type_of
+from zerojax._jaxprs import is_var, reads, type_of
 from zerojax._loss import (
     arguments as _arguments,
     batch as _batch,

@@ -17,8 +17,7 @@ from zerojax._features import (
     in_backward as _in_backward,
     xla_options as _xla_options,
 )
-from zerojax._kernel.pieces import unique
-from zerojax._kernel.places import axes_size
+from zerojax._jaxprs import unique
 from zerojax._loss import arguments as _arguments, batch as _batch
 from zerojax._loss.arguments import plan_of
 from zerojax._loss.trace import named_axes
@@ -26,6 +25,7 @@ from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan, fingerprint
 from zerojax._progress import working
 from zerojax._run import agreement as _agreement
+from zerojax._specs import axes_size
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import shape_dtype
 from zerojax._step.compiled import PROGRAM, CompiledStep, Facts, at_rest, loaded, read, short

@@ -13,13 +13,14 @@ from zerojax import _compat
 from zerojax._features.in_backward import LayerUpdate
 from zerojax._kernel import travel as _travel
 from zerojax._kernel.arrays import Value
-from zerojax._kernel.device import Param, wide
-from zerojax._kernel.places import Axes, LeafPlan, Placement, slow
+from zerojax._kernel.device import Param
+from zerojax._kernel.places import LeafPlan, Placement
 from zerojax._kernel.travel import Codec, Held, Route, Updating
 from zerojax._plan.encodings import as_float
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
-from zerojax._types import PyTree
+from zerojax._specs import Axes, slow
+from zerojax._types import PyTree, wide
 from zerojax._wire.codecs import codec_of, sum_codec_of, way_of
 
 

@@ -21,18 +21,18 @@ from zerojax._features.in_backward import InBackward, InLoop, LayerUpdate, NoGra
 from zerojax._features.layered import NoLayersError, layered
 from zerojax._features.rolled import roll, unrolled
 from zerojax._features.speculate import stays
+from zerojax._jaxprs import type_of
 from zerojax._kernel.body import How
-from zerojax._kernel.device import DeviceStep, exact_share, wide
-from zerojax._kernel.jaxprs import type_of
-from zerojax._kernel.places import axes_size
+from zerojax._kernel.device import DeviceStep, exact_share
 from zerojax._loss import batch as _batch, fields as _fields, mean as _mean
 from zerojax._loss.trace import TracedLoss, as_one_device
 from zerojax._plan.encodings import as_stored
 from zerojax._plan.plan import Plan
+from zerojax._specs import axes_size
 from zerojax._step.parameter import StepParam, as_of, codecs_of
 from zerojax._step.schedule import MICROBATCHES
 from zerojax._step.step_options import LossOptions, how_on, precision_of
-from zerojax._types import PyTree
+from zerojax._types import PyTree, wide
 from zerojax._update.guess import Guess
 from zerojax._warn import warn
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zerojax._declared import Options, described, option
-from zerojax._kernel.places import as_names
+from zerojax._specs import as_names
 
 ORDERS = MICROBATCHES, LAYERS = "microbatches", "layers"  # what runs first
 WHEN = ("backward", "after", "auto")  # parameters are updated

@@ -13,12 +13,12 @@ from zerojax import _compat
 from zerojax._declared import Options, option
 from zerojax._features import xla_options as _xla_options
 from zerojax._kernel.body import How
-from zerojax._kernel.places import slow
 from zerojax._loss import arguments as _arguments, batch as _batch
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.plan_options import TX
 from zerojax._plan.precision import Precision, check_precision
+from zerojax._specs import slow
 from zerojax._state import state as _state
 from zerojax._step.schedule import LAYERS, NO_GRADIENTS, Schedule, check_schedule
 from zerojax._types import PyTree

@@ -19,7 +19,7 @@ from jax import Array
 from jax.extend.core import JaxprEqn, Var
 from jax.typing import ArrayLike
 
-from zerojax._kernel.jaxprs import Atom, alive, is_var, reads, type_of
+from zerojax._jaxprs import Atom, alive, is_var, reads, type_of
 from zerojax._update.rules import SAME, Flat, is_sum
 from zerojax._update.update import InParts
 

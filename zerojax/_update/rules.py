@@ -23,7 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._kernel.jaxprs import Atom, Inliner, alive, is_var, reads, type_of
+from zerojax._jaxprs import Atom, Inliner, alive, is_var, reads, type_of
 
 SAME, MIXED = "same", "mixed"
 Label = int | str

@@ -18,7 +18,7 @@ from jax import Array
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh
 
-from zerojax._kernel.jaxprs import is_var, type_of
+from zerojax._jaxprs import is_var, type_of
 from zerojax._types import PyTree
 from zerojax._update import rules as _rules
 from zerojax._update.rules import SAME, Flat, Label

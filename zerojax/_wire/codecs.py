@@ -30,8 +30,9 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from zerojax._kernel.places import Axes, LeafPlan
-from zerojax._kernel.travel import Exact, Parts, names_in
+from zerojax._kernel.places import LeafPlan
+from zerojax._kernel.travel import Exact, Parts
+from zerojax._specs import Axes, names_in
 
 LARGEST_CODES = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 # The root mean square of the errors in normal numbers of size 1, in blocks of 256.

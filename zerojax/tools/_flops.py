@@ -6,7 +6,7 @@ import math
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from zerojax import _compat
-from zerojax._kernel.jaxprs import type_of
+from zerojax._jaxprs import type_of
 
 
 def jaxpr_flops(jaxpr: Jaxpr) -> float:

@@ -13,7 +13,7 @@ from jax.stages import Compiled
 
 from zerojax import _compat
 from zerojax._declared import checked
-from zerojax._kernel.jaxprs import type_of
+from zerojax._jaxprs import type_of
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import is_float

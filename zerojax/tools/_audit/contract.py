@@ -9,9 +9,9 @@ import math
 import re
 from collections.abc import Iterator
 
-from zerojax._kernel.pieces import common_path
-from zerojax._kernel.places import Axes, axes_size, beyond
+from zerojax._jaxprs import common_path
 from zerojax._plan.plan import LeafPlan, Plan
+from zerojax._specs import Axes, axes_size, beyond
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._table import few, human_bytes, in_runs
 from zerojax._wire import codecs as _codecs

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from jax.stages import Compiled
 
-from zerojax._kernel.pieces import common_path
+from zerojax._jaxprs import common_path
 from zerojax._plan import show as _show
 from zerojax._plan.plan import Plan
 from zerojax._state import state as _state

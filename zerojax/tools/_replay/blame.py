@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax._kernel.travel import names_in
+from zerojax._specs import names_in
 from zerojax._types import Device
 
 MOST_NAMED = 4  # leaves and devices that a message names before it counts the rest

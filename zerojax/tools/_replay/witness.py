@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._kernel.jaxprs import Atom, Inliner, is_call, is_var
+from zerojax._jaxprs import Atom, Inliner, is_call, is_var
 from zerojax._types import is_key
 
 GOLDEN = np.uint32(0x9E3779B1)  # odd, so that multiplying by it loses nothing

@@ -18,8 +18,8 @@ from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._features import finite as _finite
-from zerojax._kernel.device import exact_share, wide
-from zerojax._kernel.jaxprs import type_of
+from zerojax._jaxprs import type_of
+from zerojax._kernel.device import exact_share
 from zerojax._loss import batch as _batch
 from zerojax._loss.fields import has_no_mean, split_fields, with_fields
 from zerojax._loss.trace import trace_loss
@@ -33,7 +33,7 @@ from zerojax._state import state as _state
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._step.step_options import precision_of
 from zerojax._table import human_bytes
-from zerojax._types import Device, PyTree, Shape, is_key, zero_gradient
+from zerojax._types import Device, PyTree, Shape, is_key, wide, zero_gradient
 from zerojax._wire.codecs import NOISE, QuantizedWire, rules_of
 from zerojax.tools._verify import compare as _compare, decoded as _decoded
 from zerojax.tools._verify.compare import WRONG, Check

@@ -18,15 +18,15 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, Mesh
 
 from zerojax import _compat, aot
-from zerojax._kernel.jaxprs import type_of
-from zerojax._kernel.places import Axes, LeafPlan, axes_size
-from zerojax._kernel.travel import names_in
+from zerojax._jaxprs import type_of
+from zerojax._kernel.places import LeafPlan
 from zerojax._loss import batch as _batch
 from zerojax._plan import planner as _planner
 from zerojax._plan.encodings import NEIGHBOURS
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.roles import SCALES, roles_of
 from zerojax._progress import working
+from zerojax._specs import Axes, axes_size, names_in
 from zerojax._state import state as _state
 from zerojax._state.state import state_of
 from zerojax._step.step import Step, train_step

@@ -252,3 +252,14 @@ def same_as(atom: Atom) -> Hashable:
 
 def nbytes(variables: Iterable[Atom]) -> int:
     return sum(t.size * t.dtype.itemsize for t in map(type_of, variables))
+
+
+def unique(items: Iterable[T]) -> list[T]:
+    return list(dict.fromkeys(items))
+
+
+def common_path(paths: Sequence[str]) -> str:
+    """Returns one path for several, with a star at each level where they differ."""
+    levels = zip(*(path.split("/")[::-1] for path in paths), strict=False)
+    names = [found[0] if len({*found}) == 1 else "*" for found in levels]
+    return "/".join(reversed(names))

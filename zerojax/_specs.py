@@ -1,0 +1,54 @@
+"""The mesh axes that shard an array, in the entries of its spec."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from jax.sharding import Mesh, PartitionSpec
+
+Axes = tuple[str, ...]
+Entry = str | tuple[str, ...] | None  # of a PartitionSpec
+
+
+def names_in(entries: Iterable[Entry]) -> set[str]:
+    """Returns the mesh axes in the entries of a spec."""
+    return {name for e in entries for name in ((e,) if isinstance(e, str) else e or ())}
+
+
+def as_names(names: object) -> Axes | None:
+    """Returns a name, or a sequence of them, as a tuple; None for anything else."""
+    names = (names,) if isinstance(names, str) else names
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        return None
+    return tuple(names)
+
+
+def beyond(axes: Axes, inner: Axes) -> Axes:
+    """Returns the axes that are not among `inner`, in order."""
+    return tuple(axis for axis in axes if axis not in inner)
+
+
+def slow(axes: Axes, batch_axes: Axes) -> Axes:
+    """Returns the axes that are slower than the fastest of several batch axes: on a mesh of levels,
+    the links between nodes."""
+    return beyond(axes, batch_axes[-1:]) if len(batch_axes) > 1 else axes
+
+
+def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
+    """Returns the number of devices along these axes."""
+    return math.prod(mesh.shape[name] for name in axes)
+
+
+def entry_over(axes: Sequence[str]) -> Entry:
+    """Returns the entry of a spec that shards a dimension over all of these axes."""
+    return PartitionSpec(tuple(axes))[0]
+
+
+def shard_dim(spec: PartitionSpec, axes: Sequence[str]) -> int | None:
+    """Returns the dimension that `spec` shards over the ZeRO axes."""
+    dims = (dim for dim, entry in enumerate(spec) if names_in([entry]) & set(axes))
+    return next(dims, None)
+
+
+def padded(length: int, size: int) -> int:
+    """Returns the next length that `size` devices divide evenly."""
+    return -(-length // size) * size
