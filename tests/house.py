@@ -30,6 +30,7 @@ RANKS = (
     "_run _state tools._flops tools._hlo",
     "_wire _update",
     "_plan",
+    "_passes",
     "_loss",
     "_features",
     "_step",

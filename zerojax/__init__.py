@@ -22,8 +22,8 @@ if typing.TYPE_CHECKING:
     from zerojax._checkpoint.save import restore as restore, save as save
     from zerojax._checkpoint.stream import stream as stream
     from zerojax._loss.batch import shard_batch as shard_batch
-    from zerojax._loss.mean import mean as mean
     from zerojax._loss.pad_batch import pad_batch as pad_batch
+    from zerojax._passes.means import mean as mean
     from zerojax._plan.mesh import mesh as mesh
     from zerojax._plan.offload import Offload as Offload
     from zerojax._plan.plan import Plan as Plan
@@ -57,7 +57,7 @@ _EXPORTS = {
     "_wire.codecs": ["QuantizedWire"],
     "tools._forecast.forecast": ["forecast"],
     "_loss.batch": ["shard_batch"],
-    "_loss.mean": ["mean"],
+    "_passes.means": ["mean"],
     "_loss.pad_batch": ["pad_batch"],
     "_plan.mesh": ["mesh"],
     "_plan.plan": ["Plan"],

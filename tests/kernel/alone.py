@@ -9,12 +9,13 @@ import optax
 from jax.sharding import AxisType, PartitionSpec
 
 from zerojax._kernel.body import How
-from zerojax._kernel.device import DeviceStep, Param, rested, scattered
+from zerojax._kernel.device import DeviceLoss, exact_share, param_of, rested, scattered
 from zerojax._kernel.places import Placement, groups_of, leaf_at
 
 AXES = ("data",)
 STACKED = {"layers/w": True, "layers/b": True, "out": False}
 TX = optax.adam(1e-2)
+HOW = How(regather=True, prefetch=1, by_data=True)
 
 
 def make_params():
@@ -57,13 +58,30 @@ def main(stage):
     leaves = planned(params, groups, True), planned(opt_state, groups, False)
     each = leaves[0] + leaves[1]
     jaxpr = jax.make_jaxpr(loss)(params, x[:2]).jaxpr
-    on_device = [Param(leaf, mesh, AXES, groups) for leaf in leaves[0]]
-    device = DeviceStep(jaxpr, on_device, mesh, AXES, How(regather=True, prefetch=1, by_data=True))
+    each_param = [param_of(leaf, mesh, AXES, groups) for leaf in leaves[0]]
+    device = DeviceLoss(jaxpr, each_param, mesh, AXES)
+
+    def on_one_device(values, args):
+        share, remaining = exact_share(device.size)
+        varied = [p.varied(value) for p, value in zip(device.params, values, strict=True)]
+
+        def scaled(floats):
+            inputs = zip(device.params, values, device.with_floats(varied, floats), strict=True)
+            (value,) = device.run([*(p.loss_input(*each) for p, *each in inputs), *args], HOW)
+            return value * share, value
+
+        grads, value = jax.grad(scaled, has_aux=True)(device.floats(varied))
+        pairs = zip(device.params, grads, strict=True)
+        return device.device_mean(value), [p.mean(grad, remaining) for p, grad in pairs]
+
+    specs = [leaf.rest.local for leaf in leaves[0]], [PartitionSpec(AXES)]
+    results = PartitionSpec(), [leaf.update.local for leaf in leaves[0]]
+    on_all_devices = device.on_all_devices(on_one_device, specs, results)
 
     @jax.jit
     def step(params, opt_state, x):
         values, treedef = jax.tree.flatten((params, opt_state))
-        value, grads = device.on_all_devices()(values[: len(leaves[0])], [x])
+        value, grads = on_all_devices(values[: len(leaves[0])], [x])
         shards = [scattered(v, leaf, mesh) for v, leaf in zip(values, each, strict=True)]
         params, opt_state = treedef.unflatten(shards)
         grads = jax.tree.structure(params).unflatten(grads)

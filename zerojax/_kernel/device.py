@@ -1,20 +1,21 @@
-"""A step in its plainest form: the loss and its gradients on each device, the update on shards.
+"""What a step is made of: its parameters, the loss on each device, the update on shards.
 
-`Param` says how one parameter takes part, `DeviceStep` is the code of one device, and `rested` ends
-a step. An option that changes a parameter or a device overrides one property or method: see
-`_step/parameter.py` and `_step/program.py`.
+`Param` says how one parameter takes part, `DeviceLoss` is the loss as code of one device, and
+`rested` ends a step. `tests/kernel/alone.py` makes a step of them, `_step/program.py` those with
+options.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Container, Sequence
-from typing import Generic, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.extend.core import Jaxpr
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from zerojax import _compat
@@ -25,7 +26,7 @@ from zerojax._kernel.engine import SplitLoss
 from zerojax._kernel.pieces import WEIGHT, InputKind
 from zerojax._kernel.places import Groups, LeafPlan, Placement
 from zerojax._kernel.travel import EXACT, Codec, Cut, Held, Route
-from zerojax._specs import Axes, axes_size, beyond
+from zerojax._specs import Axes, axes_size, beyond, slow
 from zerojax._types import PyTree, wide, zero_gradient
 
 # -- one parameter
@@ -33,106 +34,38 @@ from zerojax._types import PyTree, wide, zero_gradient
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """One parameter of a step. The placements of its leaf decide everything."""
+    """How a step takes one parameter. `param_of` makes it from the placements of a leaf.
+
+    If it is `is_held`, the loss receives it as `Held`: the engine gathers it along `cut`, and
+    reduces its gradient where the loss uses it, to `landing`. Otherwise the loss receives the
+    array, and JAX its gradient. After the last microbatch a gradient goes `onward` to the shard
+    that is updated. A parameter `is_varied` if it has a gradient. If it `is_own_source`, the loss
+    gathers it from the shard through which the gradient leaves. Microbatches share what has
+    travelled along `early`. Shapes are those of one device's part.
+    """
 
     leaf: LeafPlan
-    mesh: Mesh
-    batch_axes: Axes
-    groups: Groups
+    cut: Cut
+    is_held: bool
+    is_varied: bool
+    is_own_source: bool
+    landing: Placement
+    landing_shape: tuple[int, ...]
+    update_shape: tuple[int, ...]
+    onward: Route | None
+    early: Cut | None
+    compute_dtype: DTypeLike
+    grad_dtype: DTypeLike
 
     @property
-    def is_varied(self) -> bool:
-        """Whether it has a gradient."""
-        return jnp.issubdtype(self.leaf.dtype, jnp.inexact) and not self.leaf.frozen
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the loss receives it as `Held`, and reduces its gradient where it uses it.
-
-        If nothing is sharded, stacks of matrices are `Held` all the same, so that a loop reduces
-        each layer's gradient as it goes: see the note in `Cut.fixed`.
-        """
-        if self.landing.dim is not None:
-            return True
-        is_alone = axes_size(self.mesh, self.batch_axes) == 1
-        return not (self.groups.opt_state or is_alone) and len(self.leaf.shape) > 2
-
-    @property
-    def landing(self) -> Placement:
-        """The placement in which the loss leaves the gradient: that of the update."""
-        return self.leaf.update
-
-    @property
-    def is_own_source(self) -> bool:
-        """Whether the loss gathers from the same shard through which the gradient leaves."""
-        return self.leaf.rest == self.landing
-
-    @property
-    def compute_dtype(self) -> DTypeLike:
-        return self.leaf.dtype
-
-    @property
-    def grad_dtype(self) -> DTypeLike:
-        return self.leaf.dtype
-
-    # -- how it travels
-
-    @property
-    def cut(self) -> Cut:
-        """How the engine sees it, if it is `Held`."""
-        near, padding = self.leaf.near.axes, self.leaf.rest.padding
-        gather = Route(near, self.crosses, (), self.gather_codec, padding)
-        reduce = self.route((), self.landing.axes, self.sums_over)
-        return self.leaf.cut(gather, reduce, self.compute_dtype)
-
-    @property
-    def far(self) -> Axes:
-        """The axes that shard it only between steps."""
-        return beyond(self.leaf.rest.axes, self.leaf.near.axes)
-
-    @property
-    def crosses(self) -> Axes:
-        """The axes that each gather crosses first."""
-        return self.far
-
-    @property
-    def sums_over(self) -> Axes:
-        """The replicas over which the loss sums its gradient."""
-        return self.replicas
-
-    @property
-    def gather_codec(self) -> Codec:
-        return EXACT
-
-    @property
-    def reduce_codec(self) -> Codec:
-        return EXACT
-
-    @property
-    def replicas(self) -> Axes:
-        """The axes of the batch over which devices update the same shard."""
-        return beyond(self.batch_axes, self.leaf.update.axes)
-
-    def route(self, start: Axes, end: Axes, replicas: Axes) -> Route:
-        """Returns the route that takes a gradient from shards over `start` to shards over `end`.
-
-        The near hop ends at `leaf.grad`, where a step sums gradients; the far hop may wait.
-        """
-        summed_over = self.leaf.grad.axes if self.leaf.grad else ()
-        axes = beyond(end, start)
-        far = beyond(axes, summed_over)
-        padding = self.leaf.update.padding if end and not start else 0
-        return Route(beyond(axes, far), far, replicas, self.reduce_codec, padding)
-
-    def shard_shape(self, place: Placement) -> tuple[int, ...]:
-        """Returns the shape of one device's part in a `shard_map` over ZeRO's axes."""
-        full = place.padded(self.leaf.shape)
-        return NamedSharding(self.mesh, place.local).shard_shape(full)
-
-    # -- how the loss receives it, and what becomes of its gradient
-
     def kind(self) -> InputKind:
         return self.cut if self.is_held else WEIGHT
+
+    def brought_near(self, value: Array, dtype: DTypeLike) -> Array:
+        """Returns what microbatches gather from, in the dtype that they gather."""
+        if self.early is None:
+            return value
+        return _travel.gathered(_compat.fetched(value).astype(dtype), self.early).astype(dtype)
 
     def varied(self, value: Array) -> PyTree:
         """Returns the value to differentiate the loss by: the shard, if there is one."""
@@ -149,7 +82,7 @@ class Param:
     def unread(self) -> Array:
         """The shard through which the gradient leaves if the loss gathers from elsewhere: see
         `Held`."""
-        return jnp.zeros(self.shard_shape(self.landing), self.grad_dtype)
+        return jnp.zeros(self.landing_shape, self.grad_dtype)
 
     def loss_input(self, value: Array, varied: PyTree) -> Value:
         """Returns the parameter as the engine takes it."""
@@ -157,100 +90,116 @@ class Param:
             return varied
         return Held(varied) if self.is_own_source else Held(varied, rest=value)
 
-    def reduced(self, grad: Array) -> Array:
-        """Returns the gradient summed over the devices, if the loss has not summed it itself."""
-        if self.is_held:
-            return grad
-        return self.sent(grad, self.route(self.landing.axes, self.leaf.update.axes, self.replicas))
-
-    def sent(self, grad: Array, route: Route) -> Array:
-        """Returns a gradient after a route, if it leads anywhere."""
-        if axes_size(self.mesh, self.batch_axes) > 1 and (route.axes + route.replicas):
-            # A gradient that was summed in a wider dtype travels in the one it was computed in.
-            (grad,) = _travel.reduced([grad.astype(self.compute_dtype)], [self.cut], [route])
-        return grad.astype(self.grad_dtype)
-
     def mean(self, grad: Array, remaining: float) -> Array:
-        """Returns a gradient that lacks this factor."""
-        if remaining == 1:
-            return grad
-        return (grad.astype(wide(grad.dtype)) * remaining).astype(grad.dtype)
+        """Returns a gradient summed over the devices, times the factor that it lacks."""
+        if self.onward is not None:
+            # A gradient that was summed in a wider dtype travels in the one it was computed in.
+            grad = grad.astype(self.compute_dtype)
+            (grad,) = _travel.reduced([grad], [self.cut], [self.onward])
+        return scaled(grad.astype(self.grad_dtype), remaining)
 
     def no_gradient(self) -> Array | np.ndarray:
         """Returns zeros in a dtype that optax can add, or JAX's own zero for keys."""
-        shape = self.shard_shape(self.leaf.update)
-        return zero_gradient(jax.ShapeDtypeStruct(shape, self.leaf.dtype))
+        return zero_gradient(jax.ShapeDtypeStruct(self.update_shape, self.leaf.dtype))
+
+
+def param_of(
+    leaf: LeafPlan,
+    mesh: Mesh,
+    batch_axes: Axes,
+    groups: Groups,
+    *,
+    must_hold: bool = False,
+    copied: bool = False,
+    accumulates: bool = False,
+    compute_dtype: DTypeLike | None = None,
+    grad_dtype: DTypeLike | None = None,
+    gather: Codec = EXACT,
+    reduce: Codec = EXACT,
+) -> Param:
+    """Makes a parameter of a step from its leaf.
+
+    It travels by the codecs `gather` and `reduce`. With `must_hold`, the engine takes it in any
+    case; a `copied` one is a copy that the step has made in the dtype that travels. A step that
+    `accumulates` over microbatches sums their gradients at `leaf.grad`, and sends the sum onward.
+    """
+    compute_dtype = leaf.dtype if compute_dtype is None else compute_dtype
+    is_alone = axes_size(mesh, batch_axes) == 1
+    far, replicas = beyond(leaf.rest.axes, leaf.near.axes), beyond(batch_axes, leaf.update.axes)
+    # The gradient of a single microbatch goes all the way to the shard that is updated, layer by
+    # layer, and hides behind the layers before. Those of several go only to where they are summed,
+    # so that each crosses nodes once, after the last microbatch.
+    landing = leaf.grad if accumulates and leaf.grad is not None else leaf.update
+    brings = accumulates and bool(far)
+
+    route = functools.partial(_grad_route, leaf, batch_axes, reduce)
+
+    def part(place: Placement) -> tuple[int, ...]:
+        return NamedSharding(mesh, place.local).shard_shape(place.padded(leaf.shape))
+
+    # If nothing is sharded, stacks of matrices are held all the same, so that a loop reduces each
+    # layer's gradient as it goes: see the note in `Cut.fixed`. Full gradients of microbatches are
+    # reduced after the last one.
+    in_loops = not (groups.opt_state or is_alone or accumulates) and len(leaf.shape) > 2
+    is_held = must_hold or leaf.is_on_host or landing.dim is not None or in_loops
+    # A weight that rests whole does not travel. One that was brought near was decoded there, and
+    # the rest of its way is fast.
+    codec = gather if leaf.rest.axes and not brings else EXACT
+    crosses = () if accumulates else far
+    there = Route(leaf.near.axes, crosses, (), codec, leaf.rest.padding)
+    back = route((), landing.axes, () if accumulates else replicas)
+    onward = None
+    if (accumulates or not is_held) and not is_alone:
+        onward = route(landing.axes, leaf.update.axes, replicas)
+    return Param(
+        leaf=leaf,
+        cut=leaf.cut(there, back, compute_dtype),
+        is_held=is_held,
+        is_varied=jnp.issubdtype(leaf.dtype, jnp.inexact) and not leaf.frozen,
+        is_own_source=leaf.rest == landing and not (brings or copied),
+        landing=landing,
+        landing_shape=part(landing),
+        update_shape=part(leaf.update),
+        onward=onward if onward and (onward.axes or onward.replicas) else None,
+        early=leaf.cut(Route(far, codec=gather), dtype=compute_dtype) if brings else None,
+        compute_dtype=compute_dtype,
+        grad_dtype=leaf.dtype if grad_dtype is None else grad_dtype,
+    )
+
+
+def _grad_route(
+    leaf: LeafPlan, batch_axes: Axes, codec: Codec, start: Axes, end: Axes, replicas: Axes
+) -> Route:
+    """Returns a gradient's route from shards over `start` to shards over `end`.
+
+    The near hop ends at `leaf.grad`, where a step sums gradients; the far hop may wait.
+    """
+    axes = beyond(end, start)
+    far = beyond(axes, leaf.grad.axes if leaf.grad else ())
+    padding = leaf.update.padding if end and not start else 0
+    route = Route(beyond(axes, far), far, replicas, codec, padding)
+    return route.coded_over(slow(route.axes, batch_axes))
 
 
 # -- one device
 
-P = TypeVar("P", bound=Param)
 
+class DeviceLoss:
+    """A loss as code of one device, to run under `shard_map`, and what surrounds its derivative.
 
-class DeviceStep(Generic[P]):
-    """The loss and its gradients as code of one device, to run under `shard_map`.
-
-    `jaxpr` is the loss of one device's rows. Its inputs are the parameters, and then the batch.
+    `jaxpr` is the loss of one device's rows. Its first inputs are the parameters.
     """
 
-    def __init__(
-        self,
-        jaxpr: Jaxpr,
-        params: Sequence[P],
-        mesh: Mesh,
-        axes: Axes,
-        how: How,
-    ) -> None:
-        self.jaxpr, self.params, self.how = jaxpr, list(params), how
+    def __init__(self, jaxpr: Jaxpr, params: Sequence[Param], mesh: Mesh, axes: Axes) -> None:
+        self.jaxpr, self.params = jaxpr, list(params)
         self.mesh, self.axes, self.size = mesh, axes, axes_size(mesh, axes)
-        self.split = self.split_by(self.params)
+        others = [None] * (len(jaxpr.invars) - len(self.params))
+        self.split = SplitLoss(jaxpr, [*(p.kind for p in self.params), *others])
 
-    def split_by(self, params: Sequence[P]) -> SplitLoss:
-        others = [None] * (len(self.jaxpr.invars) - len(params))
-        return SplitLoss(self.jaxpr, [*(p.kind() for p in params), *others])
-
-    def in_specs(self) -> tuple[list, ...]:
-        args = len(self.jaxpr.invars) - len(self.params)
-        return [p.leaf.rest.local for p in self.params], [PartitionSpec(self.axes)] * args
-
-    def out_specs(self) -> tuple:
-        return PartitionSpec(), [p.leaf.update.local for p in self.params]
-
-    def on_all_devices(self) -> Callable[..., tuple]:
-        """Returns the program of all devices together."""
-        # Only ZeRO's axes are manual: over axes of the user's own, XLA shards the loss as it likes.
-        # JAX must not track values that vary over the devices (vma): it would sum gradients again.
-        return jax.shard_map(
-            self,
-            mesh=self.mesh,
-            in_specs=self.in_specs(),
-            out_specs=self.out_specs(),
-            axis_names=set(self.axes),
-            check_vma=False,
-        )
-
-    def __call__(self, values: list[Array], args: list[Array]) -> tuple:
-        """Returns the loss and the gradients, means over the devices."""
-        share, remaining = exact_share(self.size)
-        varied = [p.varied(value) for p, value in zip(self.params, values, strict=True)]
-
-        def scaled_loss(floats: list[PyTree]) -> tuple[Array, Array]:
-            inputs = self.with_floats(varied, floats)
-            inputs = [p.loss_input(*x) for p, *x in zip(self.params, values, inputs, strict=True)]
-            (loss,) = self.run([*inputs, *args])
-            return loss * share, loss
-
-        grads, loss = jax.grad(scaled_loss, has_aux=True)(self.floats(varied))
-        means = [
-            p.mean(p.reduced(grad), remaining) if p.is_varied else p.no_gradient()
-            for p, grad in zip(self.params, self.with_floats(varied, grads), strict=True)
-        ]
-        return self.device_mean(loss), means
-
-    def run(self, inputs: list) -> list[Array]:
-        """Returns the outputs of the loss, whose weights come from `loss_input`."""
+    def run(self, inputs: list[Any], how: How) -> list[Array]:
+        """Returns the outputs of the loss, whose weights come from `Param.loss_input`."""
         if any(p.is_held for p in self.params):
-            return self.split(inputs, self.how)
+            return self.split(inputs, how)
         return _compat.run_jaxpr(self.jaxpr, inputs)
 
     def floats(self, varied: Sequence[PyTree]) -> list[PyTree]:
@@ -264,6 +213,20 @@ class DeviceStep(Generic[P]):
 
     def device_mean(self, value: Array) -> Array:
         return lax.pmean(value, self.axes) if self.size > 1 else value
+
+    def on_all_devices(
+        self, code: Callable[..., tuple], in_specs: PyTree, out_specs: PyTree
+    ) -> Callable[..., tuple]:
+        """Returns the program of all devices together, from the code of one."""
+        # Only ZeRO's axes are manual: over axes of the user's own, XLA shards the loss as it likes.
+        # JAX must not track values that vary over the devices (vma): it would sum gradients again.
+        over = {"axis_names": set(self.axes), "check_vma": False}
+        specs: PyTree = {"in_specs": in_specs, "out_specs": out_specs}
+        return jax.shard_map(code, mesh=self.mesh, **specs, **over)
+
+
+def scaled(grad: Array, factor: float) -> Array:
+    return grad if factor == 1 else (grad.astype(wide(grad.dtype)) * factor).astype(grad.dtype)
 
 
 def exact_share(ways: int) -> tuple[float, float]:

@@ -14,13 +14,11 @@ annotated weight. No single mesh suits all models, so `trace_loss` tries these:
    mesh: `nn.DenseGeneral` constrains a flattened kernel by the names of all its dimensions. The
    plan has read the annotations of the state anyway.
 
-`Dropper` rewrites a jaxpr of 2 to 4 for one device: at any depth, it drops axes that are no longer
-there from every constraint, makes the axes of the batch manual in every type and the others Auto,
-and writes constraints in place of what names an Explicit axis.
+The pass in `_passes/constraints.py` makes a loss of 2 to 4 that of one device.
 """
 
 import contextlib
-import functools
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -28,18 +26,19 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import flax.errors
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.core import AbstractValue
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.typing import DTypeLike
 
-from zerojax import _axis_types, _compat
+from zerojax import _compat
 from zerojax._axis_types import NO_MESH
-from zerojax._jaxprs import Atom, is_var, unclosed
-from zerojax._loss import fields as _fields, mean as _mean, tables as _tables, unpacked as _unpacked
-from zerojax._specs import names_in
+from zerojax._jaxprs import unclosed
+from zerojax._loss import fields as _fields
+from zerojax._passes import codes as _codes, constraints as _constraints, tables as _tables
+from zerojax._passes.constraints import is_constraint, named_axes
+from zerojax._passes.loss import Loss
+from zerojax._passes.one_device import as_one_device, seeing, typed
 from zerojax._state.hints import axes_of_rules
 from zerojax._state.packed import codings_of
 from zerojax._types import PyTree, is_key
@@ -47,8 +46,6 @@ from zerojax._types import PyTree, is_key
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 T = TypeVar("T")
 NOT_EXPLICIT = "cannot contain axis names that are of type Auto or Manual"  # of JAX's errors
-# Parameters of JAX's operations; the last is that of `jax.sharding.reshard`.
-ASKING = {"sharding", "out_sharding", "dst_sharding"}
 
 
 class TracedLoss(NamedTuple):
@@ -81,12 +78,12 @@ def trace_loss(
     # that they have outside of `shard_map`.
     leaves, treedef = jax.tree.flatten(loss_fn)  # a plain function is one leaf
     captured = [leaf for leaf in leaves if isinstance(leaf, Array)]
-    codings, args = codings_of(args), _unpacked.as_weights(args)
+    codings, args = codings_of(args), _codes.as_weights(args)
 
     def checked(args: Sequence[PyTree], captured: Sequence[Array]) -> tuple[Array, PyTree]:
         arrays = iter(captured)
         loss_fn = treedef.unflatten([next(arrays) if isinstance(x, Array) else x for x in leaves])
-        args = _unpacked.without_nodes(args)
+        args = _codes.without_nodes(args)
         loss, aux = split_aux(_call(loss_fn, args, axes), has_aux)
         _check_scalar(loss)
         _check_aux(aux, mutable)
@@ -106,15 +103,18 @@ def trace_loss(
 
         meshes = [here, with_absent(outer, absent), *filter(None, [explicit]), NO_MESH]
         (closed, aux), seen, failed = traced_where_it_can_be(traced, meshes, axes)
+        loss = Loss(unclosed(closed)[0])
         if seen is not here:
             if not any(map(_is_of_mesh, failed)) and not _has_more(closed, here, axes):
                 raise failed[0]  # for another reason than a constraint
-            closed = Dropper(axes, outer, seen).jaxpr(closed)
+            loss = _constraints.dropped(loss, axes, outer, seen)
         # nnx.scan returns the weights it was given, layer by layer; what is not read goes first.
-        jaxpr = _compat.without_unread(unclosed(closed)[0])
-        jaxpr = _unpacked.on_codes(jaxpr, codings)
-        jaxpr = _tables.summed_wide(jaxpr, set(filter(_tables.is_narrow, jaxpr.invars)))
-        return TracedLoss(jaxpr, [*captured, *closed.consts], aux, closed.consts)
+        loss = dataclasses.replace(loss, jaxpr=_compat.without_unread(loss.jaxpr))
+        if any(codings):
+            loss = _codes.on_codes(loss, codings)
+        if tables := _tables.narrow_inputs(loss):
+            loss = _tables.summed_wide(loss, tables)
+        return TracedLoss(loss.jaxpr, [*captured, *closed.consts], aux, closed.consts)
 
     return as_one_device(opened, mesh, axes)
 
@@ -134,33 +134,6 @@ def explained_dtypes(narrow: DTypeLike | None) -> Iterator[None]:
                 "x.dtype), or cast what a turn of the loop returns, new.astype(carry.dtype)."
             )
         raise
-
-
-def as_one_device(code: Callable[[], T], mesh: Mesh, axes: tuple[str, ...]) -> T:
-    """Returns `code()`, called where JAX traces the code of one device, in a `shard_map` over
-    `axes`."""
-    results: list[T] = []
-
-    def per_device() -> Array:
-        results.append(code())
-        return jnp.zeros(())
-
-    specs: PyTree = {"in_specs": (), "out_specs": PartitionSpec(), "axis_names": {*axes}}
-    with _axis_types.seen_as(mesh.abstract_mesh):
-        jax.eval_shape(jax.shard_map(per_device, mesh=mesh, **specs, check_vma=False))
-    return results[0]
-
-
-def typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
-    """Returns shapes with the types of values computed on `mesh`: libraries compare the two."""
-
-    def typed(v: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        said = v.sharding if isinstance(v, jax.ShapeDtypeStruct) and mesh.explicit_axes else None
-        sharding = NamedSharding(mesh, said.spec if said else PartitionSpec())
-        weak = getattr(v, "weak_type", False)
-        return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding, weak_type=weak)
-
-    return jax.tree.map(typed, values)
 
 
 def _call(loss_fn: Callable[..., PyTree], args: Sequence[PyTree], axes: tuple[str, ...]) -> PyTree:
@@ -282,17 +255,6 @@ def _explained(error: Exception, mesh: AbstractMesh) -> Exception:
     )
 
 
-@contextlib.contextmanager
-def seeing(mesh: AbstractMesh, axes: tuple[str, ...]) -> Iterator[None]:
-    """Sets the mesh that a loss sees; `axes` are those that its batch is split over."""
-    token = _mean.AXES.set(axes)
-    try:
-        with _axis_types.seen_as(mesh):
-            yield
-    finally:
-        _mean.AXES.reset(token)
-
-
 def with_absent(mesh: AbstractMesh, absent: Iterable[str]) -> AbstractMesh:
     """Returns a mesh of Auto axes, with those in `absent` and in Flax's rules in force added with
     size 1."""
@@ -307,135 +269,3 @@ def _has_more(closed: ClosedJaxpr, mesh: AbstractMesh, axes: tuple[str, ...]) ->
     constraints = filter(is_constraint, _compat.every_eqn(closed.jaxpr))
     named = set().union(*(named_axes(eqn.params["sharding"].spec) for eqn in constraints))
     return not named <= {*mesh.axis_names} - {*axes}
-
-
-def named_axes(spec: PartitionSpec) -> set[str]:
-    return names_in(e for e in spec if e is not PartitionSpec.UNCONSTRAINED)
-
-
-def is_constraint(eqn: JaxprEqn) -> bool:
-    by_spec = isinstance(eqn.params.get("sharding"), NamedSharding)
-    return eqn.primitive.name == "sharding_constraint" and by_spec
-
-
-def asked_of(eqn: JaxprEqn) -> NamedSharding | None:
-    """Returns the sharding over Explicit axes that an operation was asked for."""
-    asked = (value for name, value in eqn.params.items() if name in ASKING)
-    return None if is_constraint(eqn) else next(filter(None, asked), None)
-
-
-class Dropper:
-    """Rewrites jaxprs that were traced under the mesh `seen` as jaxprs of one device.
-
-    There, the `axes` of the mesh are manual. Each method returns its argument without them, and
-    without axes that the mesh lacks.
-    """
-
-    def __init__(self, axes: tuple[str, ...], mesh: AbstractMesh, seen: AbstractMesh) -> None:
-        self.axes, self.all, self.seen = axes, mesh, seen
-        self.jaxprs: dict[AnyJaxpr, AnyJaxpr] = {}  # the rewritten by the original
-
-    def jaxpr(self, jaxpr: AnyJaxpr) -> AnyJaxpr:
-        """Rewrites a jaxpr; always to the same object, because JAX caches by identity."""
-        if jaxpr in self.jaxprs:
-            return self.jaxprs[jaxpr]
-        inner, consts = _compat.opened(jaxpr)
-        names: dict[Var, Atom] = {}
-
-        def declared(var: Var) -> Var:
-            if isinstance(var, DropVar):
-                return var
-            names[var] = new = _compat.fresh(var, self.aval(var.aval))
-            return new
-
-        def named(atom: Atom) -> Atom:
-            if is_var(atom):
-                return names[atom]
-            # JAX's arrays for constants keep the mesh that they were made under, and their copies
-            # do not.
-            value = atom.val.copy() if isinstance(atom.val, np.ndarray) else atom.val
-            return Literal(value, self.aval(atom.aval))
-
-        constvars = list(map(declared, inner.constvars))
-        invars = list(map(declared, inner.invars))
-        eqns = []
-        for eqn in inner.eqns:
-            operands = list(map(named, eqn.invars))
-            if is_constraint(eqn) and self.says_nothing(**eqn.params):
-                names[eqn.outvars[0]] = operands[0]
-                continue
-            asked = asked_of(eqn)
-            if asked and eqn.primitive.name == "reshard":
-                eqns += self.constraint(asked, operands[0], names, eqn.outvars[0])
-                continue
-            params = {name: self.param(name, value) for name, value in eqn.params.items()}
-            params |= dict.fromkeys(ASKING & params.keys() if asked else ())
-            outvars = list(map(declared, eqn.outvars))
-            ctx = _compat.context_on(eqn, self.mesh)
-            eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, ctx=ctx))
-            if asked:
-                eqns += self.constraint(asked, outvars[0], names, eqn.outvars[0])
-        outvars = list(map(named, inner.outvars))
-        new = inner.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
-        self.jaxprs[jaxpr] = new if inner is jaxpr and not consts else ClosedJaxpr(new, consts)
-        return self.jaxprs[jaxpr]
-
-    def constraint(
-        self, asked: NamedSharding, value: Atom, names: dict[Var, Atom], result: Var
-    ) -> list[JaxprEqn]:
-        """Names a value `result`, constrained to a sharding of Auto axes if any are left."""
-        sharding = self.sharding(asked)
-        names[result] = value
-        if not sharding.mesh.auto_axes or isinstance(value, DropVar):
-            return []
-        with _axis_types.seen_as(sharding.mesh.abstract_mesh):
-            constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding.spec)
-            (eqn,) = jax.make_jaxpr(constrain)(value.aval).eqns
-        names[result] = new = _compat.fresh(result, value.aval)
-        return [eqn.replace(invars=[value], outvars=[new])]
-
-    def says_nothing(self, sharding: NamedSharding, layout: object, **_: object) -> bool:
-        """Whether no axis is left that a constraint could name."""
-        return layout is None and not self.mesh(sharding.mesh.abstract_mesh).auto_axes
-
-    def mesh(self, mesh: AbstractMesh) -> AbstractMesh:
-        """Returns the step's mesh, whatever the loss saw in its place."""
-        manual = [axis for axis in mesh.manual_axes if axis in self.all.axis_names]
-        return self.all.update_axis_types(dict.fromkeys([*manual, *self.axes], AxisType.Manual))
-
-    def aval(self, aval: AbstractValue) -> AbstractValue:
-        sharding = getattr(aval, "sharding", None)
-        return aval if sharding is None else aval.update(sharding=self.sharding(sharding))
-
-    def sharding(self, sharding: NamedSharding) -> NamedSharding:
-        free = {*self.all.axis_names} - {*self.axes}
-
-        def kept(entry: PyTree) -> PyTree:
-            if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-                return entry
-            names = entry if isinstance(entry, tuple) else (entry,)
-            return tuple(name for name in names if name in free) or None
-
-        mesh = self.mesh(sharding.mesh.abstract_mesh)
-        return NamedSharding(mesh, PartitionSpec(*map(kept, sharding.spec)))
-
-    def param(self, name: str, value: PyTree) -> PyTree:
-        if name in _compat.THUNKS:
-            return _compat.Thunk(value, self.traced_later)
-        match value:
-            case AbstractMesh():
-                return self.mesh(value)
-            case NamedSharding():
-                return self.sharding(value)
-            case tuple() | list():
-                values = [self.param("", v) for v in value]
-                return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
-            case _ if hasattr(value, "eqns"):
-                return self.jaxpr(value)
-        return value
-
-    def traced_later(self, trace: Callable[[], PyTree]) -> tuple:
-        """Traces a derivative that a user defined, and rewrites its jaxpr, the first of a tuple."""
-        with seeing(self.seen, self.axes):
-            jaxpr, *others = trace()
-        return (self.jaxpr(jaxpr), *others)

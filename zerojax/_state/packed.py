@@ -8,7 +8,7 @@ A `Packed` is a node of a tree of parameters, whose one leaf is an array of uint
 weight, along its last dimension, is a row of bytes: first the codes, then a scale for each block in
 two bytes of bfloat16. So plans, checkpoints and steps see one leaf of integers in place of one leaf
 of floats: nothing casts it, no optimizer moves it, and one all-gather moves codes and scales. The
-other dimensions are those of the weight. A loss sees the weight: `_loss/unpacked.py`.
+other dimensions are those of the weight. A loss sees the weight: `_passes/codes.py`.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +21,19 @@ from zerojax._jaxprs import is_var, reads, type_of
 from zerojax._loss import (
     arguments as _arguments,
     batch as _batch,
-    mean as _mean,
     nans as _nans,
 )
 from zerojax._loss.trace import NOT_EXPLICIT, TracedLoss, explained_dtypes, trace_loss
+from zerojax._passes import means as _means
+from zerojax._passes.loss import loss_of
 from zerojax._plan import move as _move, padding as _padding
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import seen_in
 from zerojax._state import refusals as _refusals
+from zerojax._step.parameter import codecs_of
+from zerojax._step.passes import rewritten
 from zerojax._step.program import Program, Results, sum_of_squares
-from zerojax._step.step_options import LossOptions, ValueOptions, precision_of
+from zerojax._step.step_options import LossOptions, Notes, ValueOptions, precision_of
 from zerojax._types import PyTree, is_key
 from zerojax._warn import warn
 from zerojax._wire.codecs import sums_narrow
@@ -106,8 +109,7 @@ class Graded(NamedTuple):
     norms: list[Array]
     normed: set[int]
     sums: dict[int, Array]  # over gradients that backward used, for the update of all other leaves
-    kept: frozenset[int]  # leaves that it needs to its end, as they were
-    told: list[str]  # of layers that are rolled up, and those that are not
+    notes: Notes
 
 
 @_axis_types.auto_axes()
@@ -127,21 +129,19 @@ def loss_and_grads(
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
     _batch.check(args, roles, plan.size, options.accumulate, _batch.pad_options(options, plan))
     program = _program(loss_fn, plan, options, params, args, roles, backward)
-    leaves = backward.state if backward else ()
+    leaves, updates = backward.state if backward else (), list(program.updates.values())
     state = [
         ([leaves[at] for at in update.stacks[1:]], [leaves[at] for at in update.given], [])
-        for update in program.updated
+        for update in updates
     ]
-    sharded = program.on_all_devices()
+    sharded: Callable[..., tuple[Any, ...]] = program.on_all_devices()
     like = functools.partial(plan.like_params, shapes=shapes)
     if program.guess is not None and backward is not None:
-        sharded = Passes(sharded, backward, program.updated)
+        sharded = Passes(sharded, backward, updates)
 
     def run(*inputs: PyTree) -> Results:
-        loss, aux, grads, *others = sharded(*inputs)
-        if options.differentiates:
-            grads = like(grads)
-        return loss, aux, grads, *others
+        results = Results._make(sharded(*inputs))
+        return results._replace(grads=like(results.grads)) if options.differentiates else results
 
     # Without this jit, a call from plain Python would run the loss one operation at a time.
     jitted, inputs = jax.jit(run), (values, arg_values, program.traced.closed_over, state)
@@ -149,24 +149,28 @@ def loss_and_grads(
         with _noted_errors(plan):
             if not sums_narrow(plan.mesh, plan.batch_axes):
                 _check_sums(jitted.trace(*inputs).jaxpr.jaxpr)
-            loss, aux, grads, new, squares, sums = _nans.run(
+            results = _nans.run(
                 jitted, inputs, lambda: _nans.explain(loss_fn, plan, params, args, roles)
             )
     except NoGradientError as error:
-        if backward:
-            backward.leave(error.args)
-        return loss_and_grads(loss_fn, plan, options, params, args, backward)
-    grads = treedef.unflatten(grads) if options.differentiates else None
+        fewer = backward and backward.without(error.args)
+        return loss_and_grads(loss_fn, plan, options, params, args, fewer)
     done: dict[int, Array] = {}
     known: dict[int, Array] = {}
-    for update, stacks, totals in zip(program.updated, new, sums, strict=True):
+    for update, stacks, totals in zip(updates, results.new, results.sums, strict=True):
         done.update(zip(update.stacks, stacks, strict=True))
         known.update(zip(update.sums, totals, strict=True))
-    normed = {at for k in program.normed for at in program.rolled.stacks[k]}
-    norms = list(map(jnp.sqrt, squares))
     kept = frozenset(at for at in done if program.guess and stays(plan.leaves[at]))
-    told = program.rolled.told
-    return Graded(loss, aux, grads, done, norms, normed, known, kept, told)
+    return Graded(
+        results.loss,
+        results.aux,
+        treedef.unflatten(results.grads) if options.differentiates else None,
+        done,
+        norms=list(map(jnp.sqrt, results.squares)),
+        normed={at for k in program.normed for at in program.loss.feed.stacks[k]},
+        sums=known,
+        notes=Notes(program.loss.notes, kept),
+    )
 
 
 def _program(
@@ -199,13 +203,16 @@ def _program(
     ways = plan.size * options.accumulate
     traced = trace(ways)
     _padding.check_closed_over(traced.jaxpr, traced.closed_over)
-    _mean.check_gradients(traced.jaxpr, plan.mesh, plan.batch_axes)
+    _means.check_gradients(traced.jaxpr, plan.mesh, plan.batch_axes)
     if plan.size > 1 and options.differentiates and options.batch_specs is None:
         _warn_of_whole(traced, roles, plan, trace)
     _, rows = _batch.counted(args, roles)
     per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
     plan = plan.regathering(options.schedule.regather)
-    return Program(plan, options, traced, roles, per_example, backward)
+    microbatches = _batch.Microbatches(roles, options.accumulate)
+    codecs = [codecs_of(leaf, precision, plan) for leaf in plan.params]
+    loss = rewritten(loss_of(traced.jaxpr, plan.params), plan, options, microbatches, codecs)
+    return Program(plan, options, traced, loss, microbatches, precision, per_example, backward)
 
 
 def _warn_of_whole(

@@ -3,7 +3,7 @@
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -30,7 +30,7 @@ from zerojax._state import refusals as _refusals
 from zerojax._state.state import shape_dtype
 from zerojax._step.compiled import PROGRAM, CompiledStep, Facts, at_rest, loaded, read, short
 from zerojax._step.donated import PartlyDonated
-from zerojax._step.step_options import Recipe
+from zerojax._step.step_options import Notes, Recipe
 from zerojax._types import PyTree, kinds_of
 
 OWN_ROWS = (
@@ -76,8 +76,12 @@ def _spelled_as_planned(args: Sequence[PyTree], plan: Plan, specs: PyTree) -> li
 class Step:
     """A jitted step, used like a function that `jax.jit` returns."""
 
-    def __init__(self, function: Callable[..., PyTree], recipe: Recipe) -> None:
+    def __init__(
+        self, function: Callable[..., PyTree], recipe: Recipe, notes: Mapping[Plan, Notes]
+    ) -> None:
         self.recipe = recipe
+        # Of each plan that JAX has traced the step for: a trace returns arrays only.
+        self.notes = notes
         # Looking for infinities, JAX runs it a second time on the same state (`_loss/nans.py`).
         self.donates = recipe.options.donate and not jax.config.jax_debug_infs
         donated = (0,) if self.donates else ()
@@ -91,8 +95,8 @@ class Step:
     def __repr__(self) -> str:
         """Says what has become of layers in Python loops, by each plan that the step has seen."""
         kind = "training step" if self.recipe.options.differentiates else "evaluation"
-        told = unique(text for texts in self.recipe.layers.values() for text in texts)
-        return "\n  ".join([f"<zerojax {kind}>", *told])
+        texts = unique(text for notes in self.notes.values() for text in notes.layers)
+        return "\n  ".join([f"<zerojax {kind}>", *texts])
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         """Runs the step on `(state, batch[, rng])`."""
@@ -200,7 +204,7 @@ class Step:
         ):
             return frozenset()
         trace()
-        return self.recipe.kept.get(plan, frozenset())
+        return self.notes.get(plan, Notes()).kept
 
     def options_for(self, *args: PyTree, **named: PyTree) -> _xla_options.XlaOptions:
         """Returns the XLA options that the step is compiled with for these arguments."""

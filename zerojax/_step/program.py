@@ -1,154 +1,143 @@
 """The code of one device in a step: the loss and its gradients on this device's examples."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
-from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from zerojax import _compat
-from zerojax._features import activations as _activations
+from zerojax._features import activations as _activations, updating as _updating
 from zerojax._features.host_state import are_found
 from zerojax._features.in_backward import InBackward, InLoop, LayerUpdate, NoGradientError
-from zerojax._features.layered import NoLayersError, layered
-from zerojax._features.rolled import roll, unrolled
 from zerojax._features.speculate import stays
 from zerojax._jaxprs import type_of
-from zerojax._kernel.body import How
-from zerojax._kernel.device import DeviceStep, exact_share
-from zerojax._loss import batch as _batch, fields as _fields, mean as _mean
-from zerojax._loss.trace import TracedLoss, as_one_device
+from zerojax._kernel.device import DeviceLoss, Param, exact_share
+from zerojax._loss import batch as _batch, fields as _fields
+from zerojax._loss.trace import TracedLoss
+from zerojax._passes.loss import Loss
+from zerojax._passes.rolled import layers_of
 from zerojax._plan.encodings import as_stored
 from zerojax._plan.plan import Plan
-from zerojax._specs import axes_size
-from zerojax._step.parameter import StepParam, as_of, codecs_of
-from zerojax._step.schedule import MICROBATCHES
-from zerojax._step.step_options import LossOptions, how_on, precision_of
+from zerojax._plan.precision import Precision
+from zerojax._step.parameter import as_of, step_param
+from zerojax._step.step_options import LossOptions, how_on
 from zerojax._types import PyTree, wide
 from zerojax._update.guess import Guess
 from zerojax._warn import warn
 
-Grads: TypeAlias = Sequence[Array | np.ndarray | None]
-Results: TypeAlias = tuple[
-    Array, PyTree, Grads, list[tuple[Array, ...]], list[Array], list[list[Array]]
-]
+Grads: TypeAlias = Sequence[Any]  # arrays, JAX's own zeros of keys, None
 
 
-class Program(DeviceStep[StepParam]):
-    """The code of one device in a step with options."""
+class Results(NamedTuple):
+    """What a program returns. Loss, aux and gradients are means over the devices.
 
-    guess: Guess | None = None  # if it may run again, because that was wrong
+    Of each parameter that backward updated, it returns the `new` stacks and no gradient. `squares`
+    are sums of the squares of these gradients, and of those at the positions `normed`; `sums` are
+    what else it summed over gradients.
+    """
+
+    loss: Array
+    aux: PyTree
+    grads: Grads = ()
+    new: Sequence[tuple[Array, ...]] = ()
+    squares: Sequence[Array] = ()
+    sums: Sequence[Sequence[Array]] = ()
+
+
+class Program:
+    """The code of one device in a step. `loss` is the traced one after the passes of the step."""
 
     def __init__(
         self,
         plan: Plan,
         options: LossOptions,
         traced: TracedLoss,
-        roles: Sequence[_batch.Role],
+        loss: Loss,
+        microbatches: _batch.Microbatches,
+        precision: Precision,
         per_example: PyTree,
         backward: InBackward | None = None,
     ) -> None:
         self.plan, self.options, self.traced, self.per_example = plan, options, traced, per_example
-        self.microbatches = _batch.Microbatches(roles, options.accumulate)
-        self.precision = precision_of(plan, options.precision)
-        loss, schedule, self.counter, self.hoisted = traced.jaxpr, options.schedule, None, []
-        # Before layers are rolled up: that leaves no call of a mean, and puts some into loops.
-        if options.accumulate > 1:
-            loss, self.counter, self.hoisted = _mean.hoist_counts(loss, len(plan.params))
-        self.rolled = unrolled(loss, plan.params)
-        if schedule.roll and axes_size(plan.mesh, plan.groups.params) > 1:
-            ways = [codecs_of(leaf, self.precision, plan) for leaf in plan.params]
-            up = functools.partial(roll, loss, plan.params, ways, schedule.roll)
-            self.rolled = as_one_device(up, plan.mesh, plan.batch_axes)
-        elif schedule.roll is True:
-            self.rolled.told.append("roll=True rolls up nothing: no parameter is sharded (stage 3)")
-        loss, leaves = self.rolled.jaxpr, self.rolled.leaves
-        axes, self.constants = plan.batch_axes, ()
-        if options.is_layered:
-            loss, self.constants = self.layered(loss, len(leaves))
-            options = self.options
-        rules = [(as_of(path, self.precision), True) for path in self.rolled.named_after]
-        rules += [(self.precision, False)] * len(self.rolled.own)
-        common = {"accumulates": options.rounds > 1, "loops": bool(schedule.activations)}
-        params = [
-            StepParam.of(leaf, plan, precision, copied=copied, **common)
-            for leaf, (precision, copied) in zip(leaves, rules, strict=True)
-        ]
-        how = How(regather=False, prefetch=0)  # until it is known what backward updates
-        super().__init__(loss, params, plan.mesh, axes, how)
-        if schedule.activations and not self.split.loops:
-            self.leave_out(
-                f"activations={schedule.activations}",
-                "the loss has no scan of stacked parameters outside of jax.checkpoint. Stack the "
-                "layers (nn.scan), with jax.checkpoint around one and not around the loop",
+        self.loss, self.microbatches, self.precision = loss, microbatches, precision
+        # How often a step gathers each layer, and reduces its gradient.
+        self.rounds = 1 if loss.layered else options.accumulate
+        self.device = self.holding(())
+        self.updates: dict[int, LayerUpdate] = {}  # what backward updates, by parameter
+        self.guess: Guess | None = None  # if it may run again, because that was wrong
+        schedule, others = options.schedule, dict[str, Any]()
+        if schedule.activations and not self.device.split.loops:
+            note = (
+                f"activations={schedule.activations} is left out: the loss has no scan of stacked "
+                "parameters outside of jax.checkpoint. Stack the layers (nn.scan), with "
+                "jax.checkpoint around one and not around the loop"
             )
-        if backward and options.rounds == 1:  # else its gradients are sums of microbatches
+            warn(f"{note}.")
+            self.loss = loss.noting(note)
+        if schedule.activations:
+            others["keeping"] = _activations.kept(plan, schedule.activations)
+        if backward and self.rounds == 1:  # else its gradients are sums of microbatches
             self.update_in(backward)
+        if self.updates:
+            others["updates"] = InLoop
         brings = any(leaf.is_on_host for leaf in plan.params)
         self.how = how_on(
             plan.mesh,
             regather=bool(schedule.regather) and options.differentiates,
             # Weights that rest whole are gathered after their update, beside the layer before.
-            prefetch=schedule.prefetch if plan.groups.params or self.updated or brings else False,
+            prefetch=schedule.prefetch if plan.groups.params or self.updates or brings else False,
             keep_layers=schedule.keep_layers,
             gathers=bool(plan.groups.params),
-            keeping=_activations.kept(plan, schedule.activations),
-            updates=InLoop,
             counted=functools.partial(are_found, plan.mesh.devices.flat[0]),
+            **others,
         )
-        self.reached: set[str] = set()  # paths of parameters that backward has updated
-        whole = enumerate(self.rolled.are_whole)
+        whole = enumerate(loss.feed.are_whole)
         self.normed = [k for k, is_whole in whole if is_whole and self.params[k].is_varied]
 
-    def layered(self, loss: Jaxpr, params: int) -> tuple[Jaxpr, Sequence[ArrayLike]]:
-        """Returns the loss on all microbatches and its constants; or the loss on one, which the
-        options then say."""
-        plan, options = self.plan, self.options
-        try:
-            return layered(loss, params, self.microbatches, plan.mesh, plan.batch_axes)
-        except NoLayersError as error:
-            if options.schedule.update == "backward":
-                raise ValueError(
-                    f"update='backward' of {options.accumulate} microbatches is for "
-                    f"order='layers', and {error}, or pass Schedule(update='auto')."
-                ) from None
-            self.leave_out("order='layers'", f"{error}, or pass Schedule(order='microbatches')")
-            one_by_one = dataclasses.replace(options.schedule, order=MICROBATCHES)
-            self.options = dataclasses.replace(options, schedule=one_by_one)
-            return loss, ()
+    @property
+    def params(self) -> list[Param]:
+        return self.device.params
 
-    def leave_out(self, option: str, why: str) -> None:
-        """Says that the step runs without an option, once and where the step is printed."""
-        text = f"{option} is left out: {why}"
-        self.rolled.told.append(text)
-        warn(f"{text}.")
+    def holding(self, paths: Collection[str]) -> DeviceLoss:
+        """Returns the loss with its parameters, of which the engine takes these in any case."""
+        plan, stacks, params = self.plan, self.loss.feed.stacks, list[Param]()
+        for k, leaf in enumerate(self.loss.params):
+            precision, is_stack = self.precision, k < len(stacks)
+            if is_stack:  # it travels as each of its layers does
+                precision = as_of(plan.params[stacks[k][0]].path, precision)
+            in_loops = bool(self.options.schedule.activations) and leaf.stacked
+            must = leaf.path in paths or in_loops
+            accumulates = self.rounds > 1
+            params.append(
+                step_param(leaf, plan, precision, accumulates, must_hold=must, copied=is_stack)
+            )
+        return DeviceLoss(self.loss.jaxpr, params, plan.mesh, plan.batch_axes)
 
     def update_in(self, backward: InBackward) -> None:
         """Has backward update the parameters that it can."""
         if updates := backward.updates:
-            params = [dataclasses.replace(p, update=updates.get(p.leaf.path)) for p in self.params]
-            fits = self.split_by(params).scanned_alone
-            pairs = zip(params, self.params, fits, strict=False)
-            self.params = [p if fit else q for p, q, fit in pairs]
-            self.split = self.split_by(self.params)
-        backward.check(self.updated)
-        if any(update.needed for update in self.updated):
+            trial = self.holding(updates)
+            pairs = zip(trial.params, trial.split.scanned_alone, strict=False)
+            paths = {p.leaf.path for p, is_alone in pairs if is_alone} & updates.keys()
+            self.device = self.holding(paths)
+            each = enumerate(p.leaf.path for p in self.params)
+            self.updates = {k: updates[path] for k, path in each if path in paths}
+        backward.check([*self.updates.values()])
+        if any(update.needed for update in self.updates.values()):
             self.guess = backward.guess
 
-    # -- its inputs and outputs, as `shard_map` sees them
+    def on_all_devices(self) -> Callable[..., tuple[Any, ...]]:
+        """Returns the program of all devices together."""
+        return self.device.on_all_devices(self, self.in_specs(), self.out_specs())
 
-    @property
-    def updated(self) -> list[LayerUpdate]:
-        """What backward updates, in the order of the parameters."""
-        return [p.update for p in self.params if p.update is not None]
+    # -- its inputs and outputs, as `shard_map` sees them
 
     def specs_at(self, places: Iterable[int]) -> list[PartitionSpec]:
         """Returns how leaves of the state rest, from their positions in it."""
@@ -157,7 +146,7 @@ class Program(DeviceStep[StepParam]):
     def in_specs(self) -> tuple[list[PyTree], ...]:
         params = [leaf.rest.local for leaf in self.plan.params]
         args = [_batch.spec(role, self.plan.batch_axes) for role in self.microbatches.roles]
-        state = [self.state_specs(u) for u in self.updated]
+        state = [self.state_specs(update) for update in self.updates.values()]
         return params, args, [PartitionSpec()] * len(self.traced.closed_over), state
 
     def state_specs(self, update: LayerUpdate) -> tuple[list[Any], ...]:
@@ -176,16 +165,19 @@ class Program(DeviceStep[StepParam]):
         leaves = [self.plan.leaves[at] for at in update.stacks] if self.guess else []
         return [leaf.update.local for leaf in leaves if not stays(leaf)]
 
-    def out_specs(self) -> tuple[PartitionSpec, PyTree, list, list, list, list]:
+    def out_specs(self) -> Results:
         batch, replicated = PartitionSpec(self.plan.batch_axes), PartitionSpec()
         aux = jax.tree.map(lambda rows: batch if rows else replicated, self.per_example)
+        specs: Any = Results  # of specs, in place of arrays
         if not self.options.differentiates:
-            return replicated, aux, [], [], [], []
-        updated = {p.leaf.path for p in self.params if p.update}
+            return specs(replicated, aux)
+        updates = self.updates.values()
+        updated = {self.params[k].leaf.path for k in self.updates}
         grads = [None if leaf.path in updated else leaf.update.local for leaf in self.plan.params]
-        new = [(*self.specs_at(u.stacks), *self.sent_specs(u)) for u in self.updated]
-        sums = [[replicated] * len(u.sums) for u in self.updated]
-        return replicated, aux, grads, new, [replicated] * (len(new) + len(self.normed)), sums
+        new = [(*self.specs_at(u.stacks), *self.sent_specs(u)) for u in updates]
+        squares = [replicated] * (len(new) + len(self.normed))
+        sums = [[replicated] * len(update.sums) for update in updates]
+        return specs(replicated, aux, grads, new, squares, sums)
 
     # -- the program
 
@@ -196,63 +188,49 @@ class Program(DeviceStep[StepParam]):
         closed_over: list[Any],
         state: list[tuple[list[Array], list[Array], list[Array | None]]],
     ) -> Results:
-        """Returns the loss, the aux and the gradients, all of them means over the devices; the new
-        stacks of each parameter that backward updated; the sums of the squares of their
-        gradients, and of those at the positions `normed`; and what else it summed over gradients.
-
-        `state` has, for each of these, the state that is updated with it, the state that its
-        update only reads, and `Updating.old`.
-        """
+        """`state` has, for each parameter that backward updates, the state that is updated with it,
+        the state that its update only reads, and `Updating.old`."""
+        device, params = self.device, self.params
         args = self.microbatches.prepared(args, self.plan.batch_axes, self.precision.compute)
-        values = self.brought_near(self.rolled.joined(values, self.travel_dtypes))
+        dtypes = self.travel_dtypes
+        values = self.loss.feed.fed(values, dtypes)
+        each = zip(params, values, dtypes, strict=True)
+        values = [p.brought_near(value, dtype) for p, value, dtype in each]
         counts = self.counts(args, closed_over)
         # The exact part of the mean's factor scales the loss, the remaining one the sums.
-        share, remaining = exact_share(self.size * self.options.accumulate)
-        of_updated = iter(state)
-        states = [next(of_updated) if p.update else ([], [], []) for p in self.params]
-        varied = [
-            p.stacks(value, own) if p.update else p.varied(value)
-            for p, value, (own, *_) in zip(self.params, values, states, strict=True)
-        ]
+        share, remaining = exact_share(device.size * self.options.accumulate)
+        states, reached = dict(zip(self.updates, state, strict=True)), set[str]()
+        varied = [p.varied(value) for p, value in zip(params, values, strict=True)]
+        for k, update in self.updates.items():
+            own, *_ = states[k]
+            varied[k] = _updating.stacks_of(params[k], update, values[k], own)
 
         def scaled_loss(floats: list[PyTree], loss_args: list[Array]) -> tuple[Array, PyTree]:
-            sources = zip(
-                self.params, values, self.with_floats(varied, floats), states, strict=True
-            )
-            inputs = [
-                p.updated_input(v, given, old, remaining, self.reached)
-                if p.update
-                else p.loss_input(value, v)
-                for p, value, v, (_, given, old) in sources
-            ]
-            loss, aux = self.loss([*inputs, *loss_args, *closed_over], counts)
+            now = device.with_floats(varied, floats)
+            inputs = [p.loss_input(*each) for p, *each in zip(params, values, now, strict=True)]
+            for k, update in self.updates.items():
+                _, given, old = states[k]
+                inputs[k] = _updating.updated_input(
+                    params[k], update, now[k], given, old, remaining, reached
+                )
+            loss, aux = self.run([*inputs, *loss_args, *closed_over, *counts])
             return loss * share, (loss, aux)
 
-        floats = self.floats(varied)
+        floats = device.floats(varied)
         (loss, grads), aux = self.over_microbatches(scaled_loss, floats, args)
         # Without a gradient, JAX takes zeros for the new stacks of what backward should update.
-        paths = {p.leaf.path for p in self.params if p.update is not None}
-        if missed := sorted(paths - self.reached):
+        if missed := sorted({params[k].leaf.path for k in self.updates} - reached):
             raise NoGradientError(*missed)
         aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
-        loss = self.device_mean(loss / self.options.accumulate)
+        loss = device.device_mean(loss / self.options.accumulate)
         if not self.options.differentiates:
-            return loss, aux, [], [], [], []
-        return loss, aux, *self.reduced(grads, remaining)
-
-    def brought_near(self, values: list[Array]) -> list[Array]:
-        """Returns the parameters after the part of their way that all microbatches share."""
-        if not any(p.is_brought_near for p in self.params):
-            return values
-        return [
-            p.brought_near(value, dtype) if p.is_brought_near else value
-            for p, value, dtype in zip(self.params, values, self.travel_dtypes, strict=True)
-        ]
+            return Results(loss, aux)
+        return Results(loss, aux, *self.reduced(grads, remaining))
 
     @property
     def travel_dtypes(self) -> list[DTypeLike]:
         """The dtypes in which the parameters are gathered."""
-        pairs = zip(self.params, self.split.gathered_dtypes, strict=False)
+        pairs = zip(self.params, self.device.split.gathered_dtypes, strict=False)
         return [dtype or p.compute_dtype for p, dtype in pairs]
 
     def over_microbatches(
@@ -275,9 +253,9 @@ class Program(DeviceStep[StepParam]):
 
         # One microbatch needs no scan and no accumulators, so its numbers are those of a step
         # without microbatches. With order="layers", the loops over layers sum the gradients.
-        if self.options.rounds == 1:
+        if self.rounds == 1:
             sums, aux = value(self.microbatches.stacked(args))
-            return sums, aux if self.options.is_layered else jax.tree.map(lambda x: x[None], aux)
+            return sums, aux if self.loss.layered else jax.tree.map(lambda x: x[None], aux)
         trained = [p for p in self.params if p.is_varied]
         pairs = zip(trained, floats, strict=True)
         grads = [jax.ShapeDtypeStruct(v.shape, p.grad_dtype) for p, v in pairs]
@@ -289,25 +267,24 @@ class Program(DeviceStep[StepParam]):
     def loss_dtype(self) -> DTypeLike:
         return wide(type_of(self.traced.jaxpr.outvars[0]).dtype)
 
-    def loss(self, inputs: list, counts: list[Array]) -> tuple[Array, PyTree]:
-        """Returns the loss and the aux of one microbatch. With order="layers" it returns the sum of
-        the losses of all, and their aux, stacked. `loss_input` made the weights among the inputs.
-        """
-        inputs = [*inputs, *self.hoisted, *counts, *self.rolled.constants, *self.constants]
-        loss, *aux = map(jnp.asarray, self.run(inputs))  # a constant comes out as a Python number
+    def run(self, inputs: list[Any]) -> tuple[Array, PyTree]:
+        """Returns the loss and the aux of one microbatch; of a layered loss the sum of the losses
+        of all, and their aux, stacked."""
+        outputs = self.device.run([*inputs, *self.loss.constants], self.how)
+        loss, *aux = map(jnp.asarray, outputs)  # a constant comes out as a Python number
         loss = jnp.sum(loss.astype(self.loss_dtype))
         return loss, jax.tree.structure(self.traced.aux).unflatten(aux)
 
     def counts(self, args: list[Array], closed_over: list[Array]) -> list[Array]:
         """Returns the count of each `zerojax.mean` over the devices, a mean over microbatches."""
-        counter = self.counter
+        counter = self.loss.counter
         if counter is None:
             return []
-        unread = [jnp.zeros(())] * len(self.plan.params)  # a count depends on no weight
 
         def count(loss_args: list[Array]) -> tuple[list[Array], None]:
-            inputs = [*unread, *loss_args, *closed_over, *self.hoisted]
-            return _compat.run_jaxpr(counter, inputs), None
+            inputs = [*loss_args, *closed_over, *self.loss.constants]
+            # Later passes have constants after its own.
+            return _compat.run_jaxpr(counter, inputs[: len(counter.invars)]), None
 
         like = list(map(type_of, counter.outvars))
         totals, _ = self.microbatches.summed(count, args, like)
@@ -322,11 +299,11 @@ class Program(DeviceStep[StepParam]):
             return stacked.reshape(-1, *stacked.shape[2:])
         if _fields.has_no_mean(path, stacked, self.options.mutable):
             return self.of_first_device(stacked[0])
-        return self.device_mean(jnp.mean(stacked.astype(wide(stacked.dtype)), axis=0))
+        return self.device.device_mean(jnp.mean(stacked.astype(wide(stacked.dtype)), axis=0))
 
     def of_first_device(self, value: Array) -> Array:
         """Returns the first device's integers, booleans or keys, exactly, on every device."""
-        if self.size == 1:
+        if self.device.size == 1:
             return value
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             words = self.of_first_device(jax.random.key_data(value))
@@ -341,27 +318,26 @@ class Program(DeviceStep[StepParam]):
     ) -> tuple[Grads, list[tuple[Array, ...]], list[Array], list[list[Array]]]:
         """Returns the means of the gradients, which lack the factor `remaining`; what backward
         updated, whose means are None; sums of squares; and other sums."""
-        each = list(zip(self.params, self.with_floats(self.params, grads), strict=True))
-        new = [(p, *p.taken_apart(stacks)) for p, stacks in each if p.update is not None]
-        squares = [_over_shards(each, p) for p, _, each, _ in new]
-        sums = [[_over_shards(each, p) for each in more] for p, _, _, more in new]
-        means = [
-            None
-            if p.update is not None
-            else p.mean(p.reduced(grad), remaining)
-            if p.is_varied
-            else p.no_gradient()
-            for p, grad in each
-        ]
+        params, new, squares, sums = self.params, [], [], []
+        means: list[Array | np.ndarray | None] = []
+        for k, grad in enumerate(self.device.with_floats(params, grads)):
+            param = params[k]
+            if k in self.updates:
+                stacks, square, more = _updating.taken_apart(self.updates[k], grad)
+                new.append(self.as_stored(self.updates[k], stacks))
+                squares.append(_over_shards(square, param))
+                sums.append([_over_shards(each, param) for each in more])
+                means.append(None)
+            else:
+                mean = param.mean(grad, remaining) if param.is_varied else param.no_gradient()
+                means.append(mean)
         # XLA takes longer to compile the norms of each layer's gradients than all other code.
-        squares += [_over_shards(sum_of_squares(means[k]), self.params[k]) for k in self.normed]
-        stacks = [self.as_stored(p, values) for p, values, *_ in new]
-        return self.rolled.split(means), stacks, squares, sums
+        squares += [_over_shards(sum_of_squares(means[k]), params[k]) for k in self.normed]
+        return self.loss.feed.returned(means, layers_of), new, squares, sums
 
-    def as_stored(self, param: StepParam, values: Sequence[Array]) -> tuple[Array, ...]:
+    def as_stored(self, update: LayerUpdate, values: Sequence[Array]) -> tuple[Array, ...]:
         """Returns the new stacks of an update, and the old ones that it kept, in their dtypes."""
-        assert param.update is not None
-        own = [self.plan.leaves[at] for at in param.update.stacks]
+        own = [self.plan.leaves[at] for at in update.stacks]
         kept = [leaf for leaf in own if not stays(leaf)][: len(values) - len(own)]
         pairs = zip(values, [*own, *kept], strict=True)
         return tuple(as_stored(value, leaf.dtype) for value, leaf in pairs)
@@ -373,7 +349,7 @@ def sum_of_squares(grad: Array) -> Array:
     return jnp.asarray(optax.tree.norm(grad.astype(wide(grad.dtype)), squared=True))
 
 
-def _over_shards(squares: Array, p: StepParam) -> Array:
+def _over_shards(squares: Array, p: Param) -> Array:
     """Returns the sum of what each shard of a gradient has."""
     over = p.leaf.update.axes
     return lax.psum(squares, over) if over else squares

@@ -1,5 +1,6 @@
 """The step: loss, gradients, the user's own optimizer update, every sharding constrained."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -21,8 +22,8 @@ from zerojax._plan.plan import Plan
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step.grad import grad_norm, loss_and_grads
 from zerojax._step.jitted import Step
-from zerojax._step.parameter import StepParam
-from zerojax._step.step_options import EvalOptions, Recipe, TrainOptions, precision_of
+from zerojax._step.parameter import grad_dtype_of
+from zerojax._step.step_options import EvalOptions, Notes, Recipe, TrainOptions, precision_of
 from zerojax._types import PyTree, is_key
 from zerojax._update.update import Update
 
@@ -57,21 +58,23 @@ def train_step(loss_fn: Callable[..., PyTree], options: TrainOptions) -> Step:
         4096.0 (8, 16)
     """
     _arguments.check_loss(loss_fn)
-    recipe = Recipe(loss_fn, options)
+    recipe, notes = Recipe(loss_fn, options), dict[Plan, Notes]()
 
     @_axis_types.auto_axes()
     def step(state: PyTree, batch: PyTree, rng: PyTree = None) -> tuple[PyTree, dict[str, PyTree]]:
         args = (batch,) if rng is None else (batch, rng)
-        return _train(recipe, *_axis_types.computed_with((state, args)))
+        state, args = _axis_types.computed_with((state, args))
+        plan = find_plan(state, options.plan)
+        new_state, metrics, notes[plan] = _train(recipe, plan, state, args)
+        return new_state, metrics
 
-    return Step(step, recipe)
+    return Step(step, recipe, notes)
 
 
 def _train(
-    recipe: Recipe, state: PyTree, args: tuple[PyTree, ...]
-) -> tuple[PyTree, dict[str, PyTree]]:
-    """Returns the state after one step, and the metrics."""
-    plan = find_plan(state, recipe.plan)
+    recipe: Recipe, plan: Plan, state: PyTree, args: tuple[PyTree, ...]
+) -> tuple[PyTree, dict[str, PyTree], Notes]:
+    """Returns the state after one step, the metrics, and what the trace knows beside them."""
     plan.check_structure(state)
     _refusals.check_one_tx(state, recipe.tx)
     scale = _finite.scale_of(state)
@@ -92,7 +95,6 @@ def _train(
     params = _state.get_params(state)
     graded = loss_and_grads(loss_fn, plan, recipe.options, params, args, backward)
     aux, done = graded.aux, graded.done
-    recipe.layers[plan], recipe.kept[plan] = graded.told, graded.kept
     loss, grads, norms = _finite.unscaled((graded.loss, graded.grads, graded.norms), scale)
     aux, fields = split_fields(aux, logical, recipe.mutable)
     # A tree of parameters may have None in it, and gradients are None where backward has updated.
@@ -102,7 +104,7 @@ def _train(
     metrics = {"loss": loss, "grad_norm": grad_norm(others, norms)}
     finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
     if update is not None and (plan.offloads or done):
-        update.known = graded.sums
+        update = dataclasses.replace(update, known=graded.sums)
         values = [*grads, *jax.tree.leaves((state, fields, finite))]
         streamed = _host_state.Streamed(update, plan, values, done)
         new_state = jax.tree.structure(state).unflatten(streamed.run())
@@ -117,7 +119,7 @@ def _train(
         metrics["aux"] = aux
     # Without donation the old parameters are still the user's: do not gather into their memory.
     into = state if recipe.options.donate else None
-    return plan.constrain(new_state, into=into, resting=done), metrics
+    return plan.constrain(new_state, into=into, resting=done), metrics, graded.notes
 
 
 def _traced_update(recipe: Recipe, plan: Plan, state: PyTree, guard: Guard | None) -> Update:
@@ -125,14 +127,15 @@ def _traced_update(recipe: Recipe, plan: Plan, state: PyTree, guard: Guard | Non
     shapes = (jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves)
     planned = jax.tree.structure(state).unflatten(shapes)
     update = update_of(planned, recipe.tx, recipe.mutable, guard)
-    precision = precision_of(plan, recipe.options.precision)
+    precision, shapes = precision_of(plan, recipe.options.precision), list(update.shapes)
     for k, leaf in enumerate(plan.params):
         if not is_key(leaf):
-            dtype = StepParam.of(leaf, plan, precision, accumulates=False).grad_dtype
-            update.shapes[k] = jax.ShapeDtypeStruct(leaf.shape, dtype)
+            dtype = grad_dtype_of(leaf, precision, accumulates=False)
+            shapes[k] = jax.ShapeDtypeStruct(leaf.shape, dtype)
+    function = update.function
     if plan.update is not None and plan.update.identity == update.identity:
-        update.function = plan.update.function  # whose traces JAX has
-    return update
+        function = plan.update.function  # whose traces JAX has
+    return dataclasses.replace(update, function=function, shapes=shapes)
 
 
 @takes(EvalOptions)
@@ -157,6 +160,7 @@ def eval_step(loss_fn: Callable[..., PyTree], options: EvalOptions) -> Step:
         1.0 0.0
     """
     _arguments.check_loss(loss_fn)
+    notes: dict[Plan, Notes] = {}
 
     @_axis_types.auto_axes()
     def step(state: PyTree, batch: PyTree, rng: PyTree = None) -> dict[str, PyTree]:
@@ -164,7 +168,9 @@ def eval_step(loss_fn: Callable[..., PyTree], options: EvalOptions) -> Step:
         plan.check_structure(state)
         state, args = _axis_types.computed_with((state, (batch,) if rng is None else (batch, rng)))
         called = with_fields(loss_fn, plan.unpad(state), options.mutable)
-        loss, aux, *_ = loss_and_grads(called, plan, options, _state.get_params(state), args)
-        return {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
+        graded = loss_and_grads(called, plan, options, _state.get_params(state), args)
+        notes[plan] = graded.notes
+        metrics = {"loss": graded.loss}
+        return metrics if graded.aux is None else metrics | {"aux": graded.aux}
 
-    return Step(step, Recipe(loss_fn, options))
+    return Step(step, Recipe(loss_fn, options), notes)

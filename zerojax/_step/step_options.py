@@ -254,10 +254,6 @@ class Recipe:
 
     loss_fn: Callable[..., PyTree]
     options: TrainOptions | EvalOptions
-    # What became of layers in Python loops, for each plan that the step has been traced for.
-    layers: dict[Plan, list[str]] = dataclasses.field(default_factory=dict, compare=False)
-    # The leaves of a state, by position, whose old value a step needs to its end.
-    kept: dict[Plan, frozenset[int]] = dataclasses.field(default_factory=dict, compare=False)
 
     @functools.cached_property
     def plan(self) -> Plan | None:
@@ -274,3 +270,15 @@ class Recipe:
     @property
     def skip_nonfinite(self) -> bool:
         return self.options.skip_nonfinite
+
+
+@dataclasses.dataclass(frozen=True)
+class Notes:
+    """What a trace of a step knows beside its arrays, for one plan.
+
+    `layers` says what became of layers in Python loops, and which options are left out. `kept` are
+    the leaves of a state, by position, whose old value the step needs to its end.
+    """
+
+    layers: tuple[str, ...] = ()
+    kept: frozenset[int] = frozenset()

@@ -27,6 +27,7 @@ OTHER_PROGRAM = "the optimizer's update of one layer is not the update of a stac
 TOGETHER = "the update reads it with other leaves"
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Update:
     """The next leaves of a state as a function of a list of arrays, first of them the gradients.
 
@@ -35,12 +36,10 @@ class Update:
     the results of some equations of its program, by their positions.
     """
 
-    known: Mapping[int, Array] = {}
-
-    def __init__(
-        self, function: Callable[[list], list], shapes: list[PyTree], identity: Hashable = None
-    ) -> None:
-        self.function, self.shapes, self.identity = function, shapes, identity
+    function: Callable[[list], list]
+    shapes: Sequence[PyTree]
+    identity: Hashable = None
+    known: Mapping[int, Array] = dataclasses.field(default_factory=dict)
 
     def traced(self, shapes: Sequence[PyTree]) -> Flat:
         """Returns the update as a program, without operations whose results nothing reads."""

@@ -76,7 +76,8 @@ def audit(
         placed = plan
         plan = plan.regathering(recipe.options.schedule.regather) if plan and recipe else plan
         program, warnings = _compiled(step, state, batch, args)
-        layers = recipe.layers.get(placed, ()) if recipe and placed else ()
+        notes = getattr(step, "notes", {}).get(placed)
+        layers = notes.layers if notes else ()
         text = program.as_text() or ""
     # One of the devices that the program was compiled for, where it or its plan says.
     shardings = jax.tree.leaves(getattr(program, "input_shardings", None))

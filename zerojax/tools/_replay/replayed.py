@@ -94,7 +94,7 @@ class Checking(Step):
                 outs, sums = witness.run(_compat.opened(closed), jax.tree.leaves(args))
             return *jax.tree.structure(shapes).unflatten(outs), sums
 
-        super().__init__(checking, kept.recipe)
+        super().__init__(checking, kept.recipe, {})
 
     def chosen_options(self, plan: Plan, trace: Callable[[], ClosedJaxpr]) -> XlaOptions:
         options, device = super().chosen_options(plan, trace), plan.mesh.devices.flat[0]
@@ -180,7 +180,7 @@ class ReplayedStep(Step):
     """A step that checks some of its calls before it runs them."""
 
     def __init__(self, step: Step, every: int) -> None:
-        super().__init__(step.function, step.recipe)
+        super().__init__(step.function, step.recipe, step.notes)
         self.replays = Replays(every, step, Checking(step))
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:

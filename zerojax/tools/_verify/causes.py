@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax._loss import batch as _batch, fields as _fields, mean as _mean
+from zerojax._loss import batch as _batch, fields as _fields
+from zerojax._passes import means as _means
 from zerojax._plan.padding import padded, unpadded
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._table import few
@@ -263,7 +264,7 @@ def _weighed(reference: Reference, parts: Replayed, has_statistics: bool) -> str
     norm = f"BatchNorm: give it axis_name={reference.axis_name}, or {in_vmap}{once}"
     mask = "a masked mean: use zerojax.mean(values, where=mask)"
     likely, other = (norm, mask) if has_statistics else (mask, norm)
-    if _mean.takes_gradients(parts.jaxpr):
+    if _means.takes_gradients(parts.jaxpr):
         return (
             "The loss takes a gradient itself (jax.grad), on each device that of its own part of "
             "the batch. With respect to parameters, average it before you use it: "

@@ -8,6 +8,7 @@ microbatch. A 7.5B step on 64 H100s with 8 microbatches and network cards of 50,
 GiB of temporary memory in place of 5.8, or 6.8 with `activations="host"`. Costs 200 lines of code.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn
-from jax.sharding import Mesh
 from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
@@ -34,9 +34,10 @@ from zerojax._jaxprs import (
     unclosed,
 )
 from zerojax._kernel.pieces import CONST, WEIGHT
-from zerojax._loss.batch import REPLICATED, Microbatches
-from zerojax._loss.trace import as_one_device, typed
+from zerojax._passes.loss import Loss
+from zerojax._passes.one_device import typed
 from zerojax._types import wide
+from zerojax._warn import warn
 
 # [Note: layered accumulation]
 # This takes a loss apart at its loops over layers. The equations between two loops are a *segment*,
@@ -47,48 +48,53 @@ from zerojax._types import wide
 # microbatch computes what it would have computed by itself.
 
 
-class NoLayersError(Exception):
+class _NoLayersError(Exception):
     """Why the microbatches of a loss cannot run side by side."""
 
 
+STACK_THEM = "Stack the layers (jax.lax.scan, nn.scan)"
 MICROBATCH = "microbatch"  # the kind of a variable that differs by microbatch; see `pieces.py`
 Wrap = Callable[[Callable], Callable]  # goes around what a segment computes of one microbatch
 
 
-def layered(
-    loss: Jaxpr, params: int, microbatches: Microbatches, mesh: Mesh, axes: tuple[str, ...]
-) -> tuple[Jaxpr, Sequence[ArrayLike]]:
-    """Returns the loss on all microbatches, from the loss on one, and its constants, which are its
-    last inputs. The first `params` inputs of both are parameters; the arguments follow.
+def layered(loss: Loss, count: int, is_split: Sequence[bool], must: bool) -> Loss:
+    """Returns the loss on all of `count` microbatches; `is_split` says which arguments differ
+    between them. It takes what differs stacked, and returns all outputs stacked.
 
-    The result takes what differs by microbatch stacked, and returns all outputs stacked. Raises a
-    NoLayersError for a loss without a loop over layers.
+    A loss without a loop over layers stays that on one microbatch, with a note, or, if it `must`
+    be layered, raises an error.
     """
-    count, roles = microbatches.count, microbatches.roles
-    kinds = [WEIGHT] * params
-    kinds += [CONST if role.kind == REPLICATED else MICROBATCH for role in roles]
-    kinds += [CONST] * (len(loss.invars) - len(kinds))
-    if not _has_layers(loss, kinds):
-        raise NoLayersError(
-            "the loss has no scan over stacked parameters. Stack the layers (jax.lax.scan, nn.scan)"
-        )
+    kinds = [WEIGHT] * len(loss.params)
+    kinds += [MICROBATCH if each else CONST for each in is_split]
+    kinds += [CONST] * (len(loss.jaxpr.invars) - len(kinds))
 
     def of_all(*values: Array) -> list[Array]:
         # Without a checkpoint, backward would keep all results of segments, such as logits, of all
         # microbatches.
-        return _Layered((loss, ()), values, kinds, count, jax.checkpoint).run()
+        return _Layered((loss.jaxpr, ()), values, kinds, count, jax.checkpoint).run()
 
     def stacked(var: Var, kind: str) -> jax.ShapeDtypeStruct:
         one = type_of(var)
         shape = (count, *one.shape) if kind == MICROBATCH else one.shape
         return jax.ShapeDtypeStruct(shape, one.dtype, weak_type=one.weak_type)
 
-    def traced() -> tuple[Jaxpr, Sequence[ArrayLike]]:
-        shapes = typed(list(map(stacked, loss.invars, kinds)), jax.sharding.get_abstract_mesh())
+    try:
+        if not _has_layers(loss.jaxpr, kinds):
+            raise _NoLayersError("the loss has no scan over stacked parameters. " + STACK_THEM)
+        shapes = map(stacked, loss.jaxpr.invars, kinds)
+        shapes = typed(list(shapes), jax.sharding.get_abstract_mesh())
         jaxpr, consts = unclosed(jax.make_jaxpr(of_all)(*shapes))
-        return _compat.without_unread(jaxpr), consts
-
-    return as_one_device(traced, mesh, axes)
+    except _NoLayersError as error:
+        if must:
+            raise ValueError(
+                f"update='backward' of {count} microbatches is for order='layers', and {error}, or "
+                "pass Schedule(update='auto')."
+            ) from None
+        note = f"order='layers' is left out: {error}, or pass Schedule(order='microbatches')"
+        warn(f"{note}.")
+        return loss.noting(note)
+    jaxpr, constants = _compat.without_unread(jaxpr), (*loss.constants, *consts)
+    return dataclasses.replace(loss, jaxpr=jaxpr, constants=constants, layered=True)
 
 
 class _Layered:
@@ -215,7 +221,7 @@ class _Layered:
         if name == "scan":
             return self.loop(eqn, kinds)
         if name not in _compat.REMAT:
-            raise NoLayersError(
+            raise _NoLayersError(
                 f"a scan over stacked parameters is inside {name}, whose microbatches cannot run "
                 "side by side. Take the scan out of it"
             )

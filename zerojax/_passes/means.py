@@ -5,6 +5,7 @@ their means would weigh all of them alike. It costs 130 lines of code and, for e
 of one number over the devices.
 """
 
+import dataclasses
 import functools
 from collections.abc import Collection, Sequence
 from contextvars import ContextVar
@@ -18,9 +19,10 @@ from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._jaxprs import Inliner, alive, inferred, is_call, reads, type_of
+from zerojax._passes.loss import Loss
 from zerojax._types import wide
 
-# The names of the calls below, by which `hoist_counts` and `check_gradients` find them.
+# The names of the calls below, by which `with_counts_first` and `check_gradients` find them.
 MEAN, COUNT, SUM = "zerojax_mean", "zerojax_count", "zerojax_sum"
 
 # The axes of the loss that is being traced, which may see no mesh to read them from.
@@ -87,7 +89,7 @@ def zerojax_count(count: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Returns `count` over all devices.
 
     A microbatch must divide by the mean count of all microbatches, which the loss cannot know:
-    `hoist_counts` puts an input in place of this call's result.
+    `with_counts_first` puts an input in place of this call's result.
     """
     return lax.psum(count, axes)
 
@@ -104,17 +106,15 @@ def _calls(eqn: JaxprEqn, name: str) -> bool:
 # That count must exist before the first one runs, so what computes it becomes a jaxpr of its own,
 # and the loss takes it as an input. Then the parts of the loss add up, provided that each mean
 # enters it linearly.
-def hoist_counts(jaxpr: Jaxpr, params: int) -> tuple[Jaxpr, Jaxpr | None, list[ArrayLike]]:
-    """Takes the calls that count over the devices out of a loss, whose first `params` inputs are
-    parameters.
+def applies(loss: Loss) -> bool:
+    """Whether a loss counts over the devices."""
+    return _has_counts(loss.jaxpr)
 
-    Returns a loss, a counter and constants. The counter maps the inputs of the loss and the
-    constants to the counts of one microbatch on one device. The new loss takes the same, and then
-    the counts to divide by. Without such calls, the loss stays as it is and there is no counter.
-    """
-    if not _has_counts(jaxpr):
-        return jaxpr, None, []
-    inliner, means = Inliner(), set[Var]()
+
+def with_counts_first(loss: Loss) -> Loss:
+    """Takes the calls that count over the devices out of a loss, which then divides by counts that
+    it is given. Its `counter` returns those of one microbatch on one device."""
+    jaxpr, inliner, means = loss.jaxpr, Inliner(), set[Var]()
 
     def expands(eqn: JaxprEqn) -> bool:
         if _calls(eqn, MEAN):
@@ -132,10 +132,12 @@ def hoist_counts(jaxpr: Jaxpr, params: int) -> tuple[Jaxpr, Jaxpr | None, list[A
                 "accumulate=: its count is needed before the microbatches run. Call it outside "
                 "of loops and jax.checkpoint, or use accumulate=1."
             )
-    inputs, wanted = [*jaxpr.invars, *inliner.constants], [eqn.invars[0] for eqn in counts]
+    params, wanted = jaxpr.invars[: len(loss.params)], [eqn.invars[0] for eqn in counts]
+    others, constants = jaxpr.invars[len(params) :], [*inliner.constants]
+    invars = [*params, *others, *(eqn.outvars[0] for eqn in counts), *constants]
     outvars = [inliner.named(v) for v in jaxpr.outvars]
-    loss = _compat.make_jaxpr(kept, [*inputs, *(eqn.outvars[0] for eqn in counts)], outvars)
-    degrees = inferred(loss, [0] * len(loss.invars), 0, functools.partial(_degrees, means))
+    new = _compat.make_jaxpr(kept, invars, outvars)
+    degrees = inferred(new, [0] * len(invars), 0, functools.partial(_degrees, means))
     if max(degrees, default=0) > 1:
         raise ValueError(
             "zerojax.mean enters the loss or the aux in a way that is not linear (exp, a square, a "
@@ -143,13 +145,15 @@ def hoist_counts(jaxpr: Jaxpr, params: int) -> tuple[Jaxpr, Jaxpr | None, list[A
             "exactly. Apply it to the metrics outside of the loss, or use accumulate=1."
         )
     needed = alive(kept, wanted, reads)
-    if not {v for eqn in needed for v in reads(eqn)}.isdisjoint(jaxpr.invars[:params]):
+    if not {v for eqn in needed for v in reads(eqn)}.isdisjoint(params):
         raise ValueError(
             "zerojax.mean(values, where=mask): the mask depends on parameters, so its count "
             "cannot be known before the microbatches run. Compute the mask from the batch, or "
             "use accumulate=1."
         )
-    return loss, _compat.make_jaxpr(needed, inputs, wanted), list(inliner.constants.values())
+    counter = _compat.make_jaxpr(needed, [*others, *constants], wanted)
+    constants = tuple(inliner.constants.values())
+    return dataclasses.replace(loss, jaxpr=new, counter=counter, constants=constants)
 
 
 def _has_counts(jaxpr: Jaxpr) -> bool:

@@ -18,12 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
-from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
-from zerojax._features.runs import LEAST, Codecs, Place, Repeats, Stretch, made_by
 from zerojax._jaxprs import (
     Atom,
     Var,
@@ -37,7 +35,9 @@ from zerojax._jaxprs import (
     unique,
 )
 from zerojax._kernel.places import LeafPlan, Placement
-from zerojax._loss.trace import typed
+from zerojax._passes.loss import Feed, Loss, Stack
+from zerojax._passes.one_device import typed
+from zerojax._passes.runs import LEAST, Codecs, Place, Repeats, Stretch, made_by
 
 # [Note: rolling a loop up]
 # The equations of a loss are a list. Layers in a Python loop leave a run in it that repeats: from
@@ -62,56 +62,6 @@ square squeeze stop_gradient sub tan tanh transpose xor
 """
 FUSED = frozenset(_NAMES.split())
 
-Stack = tuple[int, ...]  # the positions of the parameters that it stacks, a layer's each
-
-
-@dataclasses.dataclass(frozen=True)
-class Rolled:
-    """A loss whose layers are rolled up. Its inputs are parameters, then those of the loss, then
-    constants. Its parameters are stacks of the loss's, and then single ones."""
-
-    jaxpr: Jaxpr
-    constants: Sequence[ArrayLike]
-    stacks: Sequence[Stack]
-    own: Sequence[int]  # the positions of single parameters
-    params: Sequence[LeafPlan]  # of the loss
-    told: list[str] = dataclasses.field(default_factory=list)  # to the user
-
-    @property
-    def leaves(self) -> list[LeafPlan]:
-        """The plans of the parameters."""
-        stacks = [_stacked_leaf([self.params[at] for at in stack]) for stack in self.stacks]
-        return [*stacks, *(self.params[at] for at in self.own)]
-
-    def joined(self, values: Sequence[Array], dtypes: Sequence[DTypeLike]) -> list[Array]:
-        """Returns the parameters, from those of the loss: stacks in these dtypes."""
-        pairs = zip(self.stacks, dtypes, strict=False)
-        stacks = [jnp.stack([values[at].astype(dtype) for at in stack]) for stack, dtype in pairs]
-        return [*stacks, *(values[at] for at in self.own)]
-
-    def split(self, grads: Sequence[Any]) -> list[Any]:
-        """Returns the gradients of the loss's parameters."""
-        each: dict[int, Any] = dict(zip(self.own, grads[len(self.stacks) :], strict=True))
-        for stack, grad in zip(self.stacks, grads, strict=False):
-            for at, part in zip(stack, _layers_of(grad), strict=True):
-                each[at] = each[at] + part if at in each else part
-        return [each[at] for at in range(len(self.params))]
-
-    @property
-    def named_after(self) -> list[str]:
-        """Of each stack, the path of a parameter that travels as all of it do."""
-        return [self.params[stack[0]].path for stack in self.stacks]
-
-    @property
-    def are_whole(self) -> list[bool]:
-        """Whether the gradients of each stack are all that its parameters have."""
-        times = Counter(at for stack in [*self.stacks, self.own] for at in stack)
-        return [all(times[at] == 1 for at in stack) for stack in self.stacks]
-
-
-def unrolled(loss: Jaxpr, params: Sequence[LeafPlan]) -> Rolled:
-    return Rolled(loss, (), (), range(len(params)), params)
-
 
 def _stacked_leaf(leaves: Sequence[LeafPlan]) -> LeafPlan:
     """Returns the plan of a stack, from those of its layers."""
@@ -132,7 +82,7 @@ def _stacked_leaf(leaves: Sequence[LeafPlan]) -> LeafPlan:
     )
 
 
-def _layers_of(stack: Array) -> list[Array]:
+def layers_of(stack: Array) -> list[Array]:
     """Returns the layers of a stack.
 
     XLA compiles fusions that are alike once. One with a slice at a constant is like no other: 300
@@ -143,16 +93,26 @@ def _layers_of(stack: Array) -> list[Array]:
     return [layer(number, keepdims=False) for number in numbers]
 
 
-def roll(
-    loss: Jaxpr, params: Sequence[LeafPlan], codecs: Sequence[Codecs], when: bool | str
-) -> Rolled:
-    """Returns the loss, whose first inputs are parameters with these plans, with rolled layers.
+def applies(loss: Loss, when: bool | str, is_sharded: bool) -> bool:
+    """Whether to look for layers in a loss: the user asks for it, or some of its weights are alike
+    or in a `jax.checkpoint`."""
+    if when != "auto" or not is_sharded:
+        return when is True
+    alike = Counter((leaf.shape, leaf.dtype) for leaf in loss.params)
+    return max(alike.values(), default=0) >= LEAST or any(
+        is_checkpoint(eqn) for eqn in _compat.every_eqn(loss.jaxpr)
+    )
 
-    Call it where JAX traces the code of one device. Each parameter travels in its `codecs`; `when`
-    is the option `roll=`.
+
+def roll(loss: Loss, codecs: Sequence[Codecs], when: bool | str, is_sharded: bool) -> Loss:
+    """Returns the loss with rolled layers. Call it where JAX traces the code of one device.
+
+    Each parameter travels in its `codecs`; `when` is the option `roll=`.
     """
-    search = Repeats(loss, params, codecs)
-    loops, told, stacked = [], [], set()
+    if not is_sharded:
+        return loss.noting("roll=True rolls up nothing: no parameter is sharded (stage 3)")
+    search = Repeats(loss.jaxpr, loss.params, codecs)
+    loops, notes, stacked = list[_Scanned](), list[str](), set[int]()
     for run in search.runs(0, len(search.eqns)):
         loop = _Scanned(search, run)
         # A weight that two loops read would be gathered by both.
@@ -161,18 +121,17 @@ def roll(
         if when != "auto" or loop.is_checkpointed:
             loops.append(loop)
             stacked |= loop.weights
-            told.append(f"{loop} are rolled up, {run.count} turns of a loop")
+            notes.append(f"{loop} are rolled up, {run.count} turns of a loop")
         else:
-            told.append(
+            notes.append(
                 f"{loop} stay a Python loop, because no jax.checkpoint (nn.remat, nnx.remat) is "
                 "around each: Schedule(roll=True) needs less memory and, on GPUs, more time"
             )
-    told += _left(search, [loop.run for loop in loops])
-    if when is True and not told:
+    notes += _left(search, [loop.run for loop in loops])
+    if when is True and not notes:
         alike = f"no {LEAST} layers in a row are alike, each with weights of its own"
-        told = [f"roll=True rolls up nothing: {alike}"]
-    rolled = _Rolling(search, loops).rolled() if loops else unrolled(loss, params)
-    return dataclasses.replace(rolled, told=told)
+        notes = [f"roll=True rolls up nothing: {alike}"]
+    return (_Rolling(search, loops).rolled(loss) if loops else loss).noting(*notes)
 
 
 def _left(search: Repeats, runs: Sequence[Stretch]) -> Iterator[str]:
@@ -206,7 +165,7 @@ class _Rolling:
         aval = ShapedArray((len(stack), *type_of(var).shape), type_of(var).dtype)
         return _compat.fresh(var, aval)
 
-    def rolled(self) -> Rolled:
+    def rolled(self, loss: Loss) -> Loss:
         search, constants = self.search, self.search.inliner.constants
         inputs = [*self.stacks.values(), *search.loss.invars, *constants]
         avals = list(map(type_of, inputs))
@@ -219,11 +178,16 @@ class _Rolling:
         first, last = len(self.stacks), len(self.stacks) + len(search.leaves)
         inside = {at for stack in self.stacks for at in stack}
         params = enumerate(jaxpr.invars[first:last])
-        own = {at: v for at, v in params if v in read or at not in inside}
-        invars = [*jaxpr.invars[:first], *own.values(), *jaxpr.invars[last:]]
-        jaxpr = _compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars)
-        constants = [*constants.values(), *more]
-        return Rolled(jaxpr, constants, [*self.stacks], [*own], search.leaves)
+        single = {at: v for at, v in params if v in read or at not in inside}
+        invars = [*jaxpr.invars[:first], *single.values(), *jaxpr.invars[last:]]
+        leaves = [_stacked_leaf([loss.params[at] for at in stack]) for stack in self.stacks]
+        return dataclasses.replace(
+            loss,
+            jaxpr=_compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars),
+            params=(*leaves, *(loss.params[at] for at in single)),
+            feed=Feed((*self.stacks,), (*single,)),
+            constants=(*loss.constants, *constants.values(), *more),
+        )
 
     def run(self, env: dict[Var, Array]) -> list[Array]:
         """Returns the outputs of the loss, from its inputs."""

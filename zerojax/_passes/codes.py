@@ -17,6 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from zerojax import _compat
 from zerojax._jaxprs import Atom, is_call, is_var, running, type_of
+from zerojax._passes.loss import Loss
 from zerojax._state.packed import Coding, Packed, is_packed
 from zerojax._types import PyTree
 
@@ -43,11 +44,10 @@ def without_nodes(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.rows if is_packed(x) else x, tree, is_leaf=is_packed)
 
 
-def on_codes(jaxpr: Jaxpr, codings: Codings) -> Jaxpr:
-    """Returns a jaxpr that takes codes in place of the weights among its inputs."""
-    if not any(codings):
-        return jaxpr
-    return _Rewriter().open(jaxpr, (*codings, *[None] * (len(jaxpr.invars) - len(codings))))
+def on_codes(loss: Loss, codings: Codings) -> Loss:
+    """Returns a loss that takes codes in place of the weights among its first inputs."""
+    others = [None] * (len(loss.jaxpr.invars) - len(codings))
+    return dataclasses.replace(loss, jaxpr=_Rewriter().open(loss.jaxpr, (*codings, *others)))
 
 
 class _Rewriter:

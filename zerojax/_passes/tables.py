@@ -6,6 +6,7 @@ summed in float32, and rounded once. Costs 35 lines of code, and a float32 array
 shape while the device sums.
 """
 
+import dataclasses
 import itertools
 import operator
 from collections.abc import Collection
@@ -17,20 +18,25 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from zerojax import _compat
 from zerojax._jaxprs import is_call, is_var, running, type_of
+from zerojax._passes.loss import Loss
 
 # What keeps the numbers of a table: Flax constrains one that it has partitioned.
 LAID_OUT = {"sharding_constraint", "reshape", "transpose", "slice", "squeeze", "copy"}
 
 
-def is_narrow(var: Var) -> bool:
-    dtype = type_of(var).dtype
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+def narrow_inputs(loss: Loss) -> set[Var]:
+    dtypes = ((v, type_of(v).dtype) for v in loss.jaxpr.invars)
+    return {v for v, dtype in dtypes if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4}
 
 
-def summed_wide(jaxpr: Jaxpr, tables: Collection[Var]) -> Jaxpr:
+def summed_wide(loss: Loss, tables: Collection[Var]) -> Loss:
     """Returns a loss that sums so the gradients of these inputs, where it reads them by index
-    outside of loops and `jax.checkpoint`. If it reads none so, it is the same object."""
+    outside of loops and `jax.checkpoint`."""
+    return dataclasses.replace(loss, jaxpr=_summed_wide(loss.jaxpr, tables))
 
+
+def _summed_wide(jaxpr: Jaxpr, tables: Collection[Var]) -> Jaxpr:
+    """Returns the jaxpr, and the same object where it reads no table by index."""
     tables = set(tables)
 
     def rewritten(eqn: JaxprEqn) -> JaxprEqn:
@@ -38,11 +44,11 @@ def summed_wide(jaxpr: Jaxpr, tables: Collection[Var]) -> Jaxpr:
         if eqn.primitive.name in LAID_OUT and reads[0]:
             tables.update(eqn.outvars)
         if eqn.primitive.name == "gather" and reads[0]:
-            return _summed_wide(eqn)
+            return _rows_summed_wide(eqn)
         if not (any(reads) and is_call(eqn) and "jaxpr" in eqn.params):
             return eqn
         inner, _ = _compat.inner_jaxpr(eqn)
-        new = summed_wide(inner, {*itertools.compress(inner.invars, reads)})
+        new = _summed_wide(inner, {*itertools.compress(inner.invars, reads)})
         return eqn if new is inner else running(eqn, new)
 
     eqns = list(map(rewritten, jaxpr.eqns))
@@ -50,7 +56,7 @@ def summed_wide(jaxpr: Jaxpr, tables: Collection[Var]) -> Jaxpr:
     return jaxpr if is_same else jaxpr.replace(eqns=eqns)
 
 
-def _summed_wide(eqn: JaxprEqn) -> JaxprEqn:
+def _rows_summed_wide(eqn: JaxprEqn) -> JaxprEqn:
     table, indices = map(type_of, eqn.invars)
 
     def read(table: Array, indices: Array) -> Array:

@@ -1,0 +1,77 @@
+"""A traced loss, as a pass takes and returns it."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Jaxpr
+from jax.typing import ArrayLike, DTypeLike
+
+from zerojax._kernel.places import LeafPlan
+
+Stack = tuple[int, ...]  # the positions of the parameters that it stacks, a layer's each
+
+
+@dataclasses.dataclass(frozen=True)
+class Feed:
+    """How the parameters of a state become those of a loss: stacks of some, then single ones.
+
+    All are positions in the state's parameters.
+    """
+
+    stacks: tuple[Stack, ...]
+    single: tuple[int, ...]
+
+    def fed(self, values: Sequence[Array], dtypes: Sequence[DTypeLike]) -> list[Array]:
+        """Returns the parameters of the loss: stacks in these dtypes."""
+        pairs = zip(self.stacks, dtypes, strict=False)
+        stacks = [jnp.stack([values[at].astype(dtype) for at in stack]) for stack, dtype in pairs]
+        return [*stacks, *(values[at] for at in self.single)]
+
+    def returned(self, grads: Sequence[Any], layers: Callable[[Any], list[Any]]) -> list[Any]:
+        """Returns the gradients of the state's parameters; `layers` takes a stack apart."""
+        each: dict[int, Any] = dict(zip(self.single, grads[len(self.stacks) :], strict=True))
+        for stack, grad in zip(self.stacks, grads, strict=False):
+            for at, part in zip(stack, layers(grad), strict=True):
+                each[at] = each[at] + part if at in each else part
+        return [each[at] for at in sorted(each)]
+
+    @property
+    def are_whole(self) -> list[bool]:
+        """Whether the gradients of each stack are all that its parameters have."""
+        times = Counter(at for stack in [*self.stacks, self.single] for at in stack)
+        return [all(times[at] == 1 for at in stack) for stack in self.stacks]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A loss as code of one device. Passes read it and return another; nothing else changes one.
+
+    The inputs of `jaxpr` are the parameters, of which `params` are the plans; the arguments; what
+    the loss closes over; the `counts` that `counter` returns; and `constants`. The counter takes
+    the same as the loss, but for the parameters and the counts, on each microbatch before the
+    first one runs. If it is `layered`, the loss takes all microbatches at once. `notes` are for the
+    user, where the step is printed.
+    """
+
+    jaxpr: Jaxpr
+    params: tuple[LeafPlan, ...] = ()
+    feed: Feed = Feed((), ())
+    constants: tuple[ArrayLike, ...] = ()
+    counter: Jaxpr | None = None
+    layered: bool = False
+    notes: tuple[str, ...] = ()
+
+    def noting(self, *notes: str) -> "Loss":
+        return dataclasses.replace(self, notes=(*self.notes, *notes))
+
+
+Pass: TypeAlias = Callable[[Loss], Loss]
+
+
+def loss_of(jaxpr: Jaxpr, params: Sequence[LeafPlan]) -> Loss:
+    """Returns a loss that takes the parameters of a state as they are."""
+    return Loss(jaxpr, tuple(params), Feed((), tuple(range(len(params)))))
