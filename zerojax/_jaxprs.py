@@ -1,6 +1,6 @@
 """Reads, inlines and compares jaxprs."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -14,6 +14,29 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 Atom = Var | Literal
+
+
+def primitives(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+# What primitives do. An elementwise one computes each element of its result from those at the same
+# place, and a moving one puts elements elsewhere. A linear one is linear in all of its operands.
+ELEMENTWISE = primitives("""
+abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj
+convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2
+expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
+nextafter not optimization_barrier or population_count pow real reduce_precision rem round rsqrt
+select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+sqrt square stop_gradient sub tan tanh xor
+""")
+MOVING = primitives("""
+broadcast_in_dim concatenate expand_dims pad reshape rev slice split squeeze stack transpose
+""")
+LINEAR = MOVING | primitives("""
+add add_any convert_element_type copy cumsum neg optimization_barrier pcast psum psum_invariant
+pvary reduce_sum stop_gradient sub
+""")
 
 
 class HasOutputs(_compat.HasEffects, Protocol):
@@ -104,6 +127,17 @@ class Inliner:
             else:  # an input, a literal, or a value returned twice
                 self.aliases[outer] = rename(inner) if is_var(inner) else inner
         return [_compat.renamed(eqn, rename, call) for eqn in jaxpr.eqns]
+
+
+def read(env: Mapping[Var, Any], atoms: Iterable[Atom]) -> list[Any]:
+    """Returns the values of operands."""
+    return [env[v] if is_var(v) else v.val for v in atoms]
+
+
+def evaluate(eqns: Iterable[JaxprEqn], env: dict[Var, Any]) -> None:
+    """Runs equations on the values in `env`, and adds their results to it."""
+    for eqn in eqns:
+        env.update(zip(eqn.outvars, _compat.bind(eqn, read(env, eqn.invars)), strict=True))
 
 
 def reads(eqn: JaxprEqn) -> list[Var]:

@@ -60,6 +60,10 @@ class NoGradientError(Exception):
     """Backward never comes to the loops of these parameters: no gradient leads through them."""
 
 
+class _UnprovedError(Exception):
+    """Why no rule proves that backward may update a parameter."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerUpdate:
     """The update of a device's part of one layer.
@@ -153,47 +157,48 @@ class InBackward:
         params = [i for i, leaf in enumerate(self.plan.leaves, self.first) if leaf.kind == PARAMS]
         for part in self.whole.parts:
             for grad, param in enumerate(params):
-                if param in part.inputs:
-                    update = self.of_part(part, grad, param)
-                    results: dict[str, Any] = self.why if isinstance(update, str) else self.updates
-                    results[self.leaves[grad].path] = update
+                if param not in part.inputs:
+                    continue
+                path = self.leaves[grad].path
+                try:
+                    self.updates[path] = self.of_part(part, grad, param)
+                except _UnprovedError as reason:
+                    self.why[path] = str(reason)
 
-    def of_part(self, part: Part, grad: int, param: int) -> LayerUpdate | str:
-        """Returns the update of a device's part of one layer, or why there is none."""
+    def of_part(self, part: Part, grad: int, param: int) -> LayerUpdate:
+        """Returns the update of a device's part of one layer."""
         if not part.length:
-            return part.why or NO_STACK
+            raise _UnprovedError(part.why or NO_STACK)
         # One of the stacks may be a copy of the last gradient, which reads nothing of the state.
         outputs, first = [i - self.first for i in part.inputs], len(self.plan.leaves)
         added = sorted(k for k in self.readers({grad, *part.inputs}) if k >= first)
         if others := [k for k in part.outputs if k not in {*outputs, *added}]:
             leaves = [self.plan.leaves[k] for k in others]
             reasons = (f"its {leaf.path}: {why}" for leaf in leaves if (why := _why_not(leaf)))
-            return next(reasons, TOGETHER)
+            raise _UnprovedError(next(reasons, TOGETHER))
         if any(map(self.whole.mixes, [*outputs, *added])):
-            return TOGETHER
+            raise _UnprovedError(TOGETHER)
         if others := self.readers({grad}) - {*outputs, *added}:
             k = min(others)
             other = self.plan.leaves[k].path if k < first else "a sum"
-            return f"the update of other leaves reads its gradient: {other}"
+            raise _UnprovedError(f"the update of other leaves reads its gradient: {other}")
         program = self.of_shard([*outputs, *added], grad)
-        if isinstance(program, str):
-            return program
         given = sorted(program.read() - {grad, *part.inputs})
         if any(i >= len(self.leaves) for i in given):
-            return "the update reads a field that the loss returns"
+            raise _UnprovedError("the update reads a field that the loss returns")
         sharded = [i for i in given if self.leaves[i].update.dim is not None]
         if sharded or any(i < self.first or i in self.plan.stacks for i in given):
-            return TOGETHER
+            raise _UnprovedError(TOGETHER)
         if any(isinstance(value, Tracer) for value in program.constants.values()):
-            return "the update closes over a traced array"
+            raise _UnprovedError("the update closes over a traced array")
         assert self.shard is not None
         *_, numbers, unknown = self.shard
         known = program.used.intersection(numbers + unknown)
         if known and not self.must:
-            return GLOBAL + "which is known after backward"
+            raise _UnprovedError(GLOBAL + "which is known after backward")
         needed = self.guess.decides(program, numbers) if known else frozenset[int]()
         if needed is None or not known.issubset(numbers):
-            return GLOBAL + "and that has no usual value"
+            raise _UnprovedError(GLOBAL + "and that has no usual value")
         stacks = (param, *(i for i in part.inputs if i != param))
         dtypes = [self.leaves[i].dtype for i in stacks]
         new = program.cut([program.outvars[part.inputs.index(i)] for i in stacks])
@@ -222,24 +227,24 @@ class InBackward:
         outvars, origins = enumerate(self.whole.full.outvars), self.guess.origins
         return {k for k, v in outvars if is_var(v) and not inputs.isdisjoint(origins.get(v, ()))}
 
-    def of_shard(self, outputs: Sequence[int], grad: int) -> Flat | str:
-        """Returns the program for a device's part of a layer, or why it would compute another part.
+    def of_shard(self, outputs: Sequence[int], grad: int) -> Flat:
+        """Returns the program for a device's part of a layer.
 
         As for layers, each value of the trace of whole layers has a partner in that of a device's
         part, and a label says how they are related, along the dimension that is sharded.
         """
         if self.shard is None:
-            return OTHER_PROGRAM
+            raise _UnprovedError(OTHER_PROGRAM)
         shard, labels, mixers, *_ = self.shard
         for k in outputs:
             v = self.whole.one.outvars[k]
             leaf = self.plan.leaves[k] if k < len(self.plan.leaves) else self.leaves[grad]
             dim = leaf.update.dim
             if _rules.label(v, shard.outvars[k], labels) != (SAME if dim is None else dim):
-                return f"{mixers.get(v, 'the update')} mixes shards"
+                raise _UnprovedError(f"{mixers.get(v, 'the update')} mixes shards")
         program = shard.cut([shard.outvars[k] for k in outputs])
         if any(eqn.primitive.name in ("sharding_constraint", "shard_map") for eqn in program.eqns):
-            return "the update names devices"
+            raise _UnprovedError("the update names devices")
         return program
 
     @functools.cached_property

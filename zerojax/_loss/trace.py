@@ -78,12 +78,15 @@ def trace_loss(
     # that they have outside of `shard_map`.
     leaves, treedef = jax.tree.flatten(loss_fn)  # a plain function is one leaf
     captured = [leaf for leaf in leaves if isinstance(leaf, Array)]
-    codings, args = codings_of(args), _codes.as_weights(args)
+    codings = codings_of(args)
+    is_quantized = any(codings)
+    if is_quantized:
+        args = _codes.as_weights(args)
 
     def checked(args: Sequence[PyTree], captured: Sequence[Array]) -> tuple[Array, PyTree]:
         arrays = iter(captured)
         loss_fn = treedef.unflatten([next(arrays) if isinstance(x, Array) else x for x in leaves])
-        args = _codes.without_nodes(args)
+        args = _codes.without_nodes(args) if is_quantized else args
         loss, aux = split_aux(_call(loss_fn, args, axes), has_aux)
         _check_scalar(loss)
         _check_aux(aux, mutable)
@@ -110,7 +113,7 @@ def trace_loss(
             loss = _constraints.dropped(loss, axes, outer, seen)
         # nnx.scan returns the weights it was given, layer by layer; what is not read goes first.
         loss = dataclasses.replace(loss, jaxpr=_compat.without_unread(loss.jaxpr))
-        if any(codings):
+        if is_quantized:
             loss = _codes.on_codes(loss, codings)
         if tables := _tables.narrow_inputs(loss):
             loss = _tables.summed_wide(loss, tables)

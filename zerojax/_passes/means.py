@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxprs import Inliner, alive, inferred, is_call, reads, type_of
+from zerojax._jaxprs import LINEAR, Inliner, alive, inferred, is_call, reads, type_of
 from zerojax._passes.loss import Loss
 from zerojax._types import wide
 
@@ -160,16 +160,6 @@ def _has_counts(jaxpr: Jaxpr) -> bool:
     return any(_calls(eqn, COUNT) for eqn in _compat.every_eqn(jaxpr))
 
 
-def primitives(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
-
-# Primitives that are linear in one operand, or in all of several.
-KEEP = primitives("""
-add add_any broadcast_in_dim concatenate convert_element_type copy cumsum expand_dims neg
-optimization_barrier pcast psum psum_invariant pvary reduce_sum reshape rev slice squeeze stack
-stop_gradient sub transpose
-""")
 NOT_LINEAR = 2  # a degree: 0 does not depend on a mean, 1 depends linearly
 
 
@@ -178,7 +168,7 @@ def _degrees(means: Collection[Var], eqn: JaxprEqn, inputs: list[int]) -> list[i
     if not any(inputs):  # it depends on no mean, or is the last of a mean's own
         return [int(v in means) for v in eqn.outvars]
     name, degree = eqn.primitive.name, NOT_LINEAR
-    if name in KEEP or (name == "select_n" and not inputs[0]):
+    if name in LINEAR or (name == "select_n" and not inputs[0]):
         degree = max(inputs)
     elif name in ("dynamic_slice", "gather", "div") and not any(inputs[1:]):
         degree = inputs[0]

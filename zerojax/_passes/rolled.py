@@ -23,7 +23,10 @@ from jax.sharding import PartitionSpec
 
 from zerojax import _compat
 from zerojax._jaxprs import (
+    ELEMENTWISE,
+    MOVING,
     Atom,
+    Inliner,
     Var,
     common_path,
     is_checkpoint,
@@ -53,14 +56,7 @@ from zerojax._passes.runs import LEAST, Codecs, Place, Repeats, Stretch, made_by
 # reductions. A scan keeps what JAX does, each residual of each layer, wide casts among them. So a
 # rolled layer without a checkpoint of the user's computes these again. It keeps what `lt` returns,
 # such as a dropout mask: without masks it would keep the random bits, four times the bytes.
-_NAMES = """
-abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy cos div eq erf
-exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p logistic max min mul name ne neg
-not optimization_barrier or pad pow real reduce_precision reshape rev round rsqrt select_n
-sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin slice split sqrt
-square squeeze stop_gradient sub tan tanh transpose xor
-"""
-FUSED = frozenset(_NAMES.split())
+FUSED = (ELEMENTWISE - {"lt"}) | MOVING | {"iota", "name"}
 
 
 def _stacked_leaf(leaves: Sequence[LeafPlan]) -> LeafPlan:
@@ -94,14 +90,13 @@ def layers_of(stack: Array) -> list[Array]:
 
 
 def applies(loss: Loss, when: bool | str, is_sharded: bool) -> bool:
-    """Whether to look for layers in a loss: the user asks for it, or some of its weights are alike
-    or in a `jax.checkpoint`."""
+    """Whether to look for layers in a loss: the user asks for it, or enough of its weights are
+    alike, or are read by calls of `jax.checkpoint`."""
     if when != "auto" or not is_sharded:
         return when is True
     alike = Counter((leaf.shape, leaf.dtype) for leaf in loss.params)
-    return max(alike.values(), default=0) >= LEAST or any(
-        is_checkpoint(eqn) for eqn in _compat.every_eqn(loss.jaxpr)
-    )
+    outside = Inliner().flat(loss.jaxpr.eqns)
+    return max(alike.values(), default=0) >= LEAST or any(map(is_checkpoint, outside))
 
 
 def roll(loss: Loss, codecs: Sequence[Codecs], when: bool | str, is_sharded: bool) -> Loss:

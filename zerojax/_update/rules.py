@@ -23,22 +23,25 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxprs import Atom, Inliner, alive, is_var, reads, type_of
+from zerojax._jaxprs import (
+    ELEMENTWISE,
+    Atom,
+    Inliner,
+    alive,
+    evaluate,
+    is_var,
+    primitives,
+    read,
+    reads,
+    type_of,
+)
 
 SAME, MIXED = "same", "mixed"
 Label = int | str
 EXPANDED = _compat.CALLS | _compat.REMAT | {"custom_jvp_call", "custom_vjp_call"}
-ELEMENTWISE = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj
-convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2
-expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
-nextafter not optimization_barrier or population_count pow real reduce_precision rem round rsqrt
-select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
-sqrt square stop_gradient sub tan tanh xor
-"""
-REDUCTIONS = """
-argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
-"""
+REDUCTIONS = primitives(
+    "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
+)
 SUMS = {"reduce_sum": jnp.floating, "reduce_or": jnp.bool_}
 
 
@@ -53,11 +56,9 @@ class Flat:
 
     def __call__(self, inputs: Sequence[ArrayLike | None]) -> list[Any]:
         """Runs the program. Inputs that it never reads may be None."""
-        env: dict[Any, Any] = dict(zip(self.invars, inputs, strict=True)) | self.constants
-        for eqn in self.eqns:
-            values = [env[v] if is_var(v) else v.val for v in eqn.invars]
-            env.update(zip(eqn.outvars, _compat.bind(eqn, values), strict=True))
-        return [env[v] if is_var(v) else v.val for v in self.outvars]
+        env: dict[Var, Any] = dict(zip(self.invars, inputs, strict=True)) | self.constants
+        evaluate(self.eqns, env)
+        return read(env, self.outvars)
 
     def cut(self, outvars: list[Atom]) -> "Flat":
         """Returns the part of the program that computes some of its variables."""
@@ -241,13 +242,13 @@ def _moved(full: JaxprEqn, labels: Sequence[Label]) -> Label:
     dim, shape = dims.pop(), shapes[0]
     if dims:
         return MIXED
-    if name in ELEMENTWISE.split():
+    if name in ELEMENTWISE:
         # Operands without layers must be scalars, or repeated along the layers.
         others = [shape for shape, n in zip(shapes, labels, strict=True) if n == SAME and shape]
         return dim if all(shape[dim] == 1 for shape in others) else MIXED
     if labels[0] == SAME or (any(label != SAME for label in labels[1:]) and name != "concatenate"):
         return MIXED
-    if name in REDUCTIONS.split():
+    if name in REDUCTIONS:
         return MIXED if dim in params["axes"] else dim - sum(a < dim for a in params["axes"])
     match name:
         case "broadcast_in_dim":
