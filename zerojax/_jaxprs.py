@@ -1,5 +1,9 @@
 """Reads, inlines and compares jaxprs."""
 
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportPrivateImportUsage=false
+
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -238,6 +242,7 @@ class Keys:
             self.in_rule = False
 
     def param(self, value: object, loose: bool) -> Hashable:
+        jaxpr: Any = None
         jaxpr, consts = _compat.opened(value)
         if isinstance(jaxpr, Jaxpr):
             return self.jaxpr(jaxpr, consts, loose)

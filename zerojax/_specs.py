@@ -1,5 +1,8 @@
 """The mesh axes that shard an array, in the entries of its spec."""
 
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 import math
 from collections.abc import Iterable, Sequence
 

@@ -5,6 +5,9 @@
 options.
 """
 
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Sequence
@@ -215,14 +218,19 @@ class DeviceLoss:
         return lax.pmean(value, self.axes) if self.size > 1 else value
 
     def on_all_devices(
-        self, code: Callable[..., tuple], in_specs: PyTree, out_specs: PyTree
-    ) -> Callable[..., tuple]:
+        self, code: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
+    ) -> Callable[..., PyTree]:
         """Returns the program of all devices together, from the code of one."""
         # Only ZeRO's axes are manual: over axes of the user's own, XLA shards the loss as it likes.
         # JAX must not track values that vary over the devices (vma): it would sum gradients again.
-        over = {"axis_names": set(self.axes), "check_vma": False}
-        specs: PyTree = {"in_specs": in_specs, "out_specs": out_specs}
-        return jax.shard_map(code, mesh=self.mesh, **specs, **over)
+        return jax.shard_map(
+            code,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.axes),
+            check_vma=False,
+        )
 
 
 def scaled(grad: Array, factor: float) -> Array:

@@ -6,6 +6,9 @@ weight, and a weight is decoded before the first equation that computes with it.
 travel: to the engine, the decoding of a layer is part of the prefix, which follows each gather.
 """
 
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 import dataclasses
 from collections.abc import Sequence
 

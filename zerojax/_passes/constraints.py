@@ -6,10 +6,14 @@ batch manual in every type and the others Auto, and writes constraints in place 
 Explicit axis.
 """
 
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportPrivateImportUsage=false
+
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -157,11 +161,10 @@ class _Dropper:
             case tuple() | list():
                 values = [self.param("", v) for v in value]
                 return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
-            case _ if hasattr(value, "eqns"):
-                return self.jaxpr(value)
-        return value
+            case _:
+                return self.jaxpr(value) if hasattr(value, "eqns") else value
 
-    def traced_later(self, trace: Callable[[], PyTree]) -> tuple:
+    def traced_later(self, trace: Callable[[], PyTree]) -> tuple[Any, ...]:
         """Traces a derivative that a user defined, and rewrites its jaxpr, the first of a tuple."""
         with seeing(self.seen, self.axes):
             jaxpr, *others = trace()

@@ -1,5 +1,8 @@
 """A traced loss, as a pass takes and returns it."""
 
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence

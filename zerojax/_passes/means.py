@@ -5,6 +5,9 @@ their means would weigh all of them alike. It costs 130 lines of code and, for e
 of one number over the devices.
 """
 
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 import dataclasses
 import functools
 from collections.abc import Collection, Sequence

@@ -1,7 +1,10 @@
 """Traces code as that of one device, as a loss is."""
 
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 import jax
@@ -44,7 +47,7 @@ def typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
 
 
 @contextlib.contextmanager
-def seeing(mesh: AbstractMesh, axes: tuple[str, ...]) -> Iterator[None]:
+def seeing(mesh: AbstractMesh, axes: tuple[str, ...]) -> Generator[None]:
     """Sets the mesh that a loss sees; `axes` are those that its batch is split over."""
     token = _means.AXES.set(axes)
     try:

@@ -8,11 +8,14 @@ of 95. Costs a copy of the shards, in the dtype in which they travel, and 550 li
 `runs.py`.
 """
 
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +44,8 @@ from zerojax._kernel.places import LeafPlan, Placement
 from zerojax._passes.loss import Feed, Loss, Stack
 from zerojax._passes.one_device import typed
 from zerojax._passes.runs import LEAST, Codecs, Place, Repeats, Stretch, made_by
+
+Arrays: TypeAlias = list[Array]
 
 # [Note: rolling a loop up]
 # The equations of a loss are a list. Layers in a Python loop leave a run in it that repeats: from
@@ -311,7 +316,7 @@ class _Scanned:
         carried = [value(v) for _, v, _ in self.carried.values()]
         scanned = [jnp.stack(list(map(value, atoms))) for atoms, _ in self.scanned.values()]
 
-        def layer(carry: list[Array], xs: tuple[list, list]) -> tuple[list[Array], list[Array]]:
+        def layer(carry: list[Array], xs: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
             scanned, weights = xs
             values = _compat.run_jaxpr(body, [*shared, *carry, *scanned, *weights])
             return values[: len(carry)], values[len(carry) :]

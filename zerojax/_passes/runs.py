@@ -1,5 +1,8 @@
 """Finds layers in a loss: runs of equations that repeat, each with weights of its own."""
 
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 import dataclasses
 import functools
 from collections import Counter, defaultdict

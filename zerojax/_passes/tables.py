@@ -6,6 +6,9 @@ summed in float32, and rounded once. Costs 35 lines of code, and a float32 array
 shape while the device sums.
 """
 
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 import dataclasses
 import itertools
 import operator
