@@ -113,6 +113,54 @@ def files(modules: dict[str, str]) -> Iterator[tuple[str, str]]:
         yield f"zerojax/{name.replace('.', '/')}.py", first[0]
 
 
+def names_from_kernel(modules: dict[str, str]) -> set[str]:
+    """Returns the names that other packages import from the kernel."""
+    names = set()
+    for module, text in modules.items():
+        if package_of(module) == "_kernel":
+            continue
+        tree, files_of = ast.parse(text), {}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            if node.module == "zerojax._kernel":
+                files_of |= {alias.asname or alias.name: alias.name for alias in node.names}
+            elif (node.module or "").startswith("zerojax._kernel."):
+                names |= {f"{node.module.split('.')[2]}.{alias.name}" for alias in node.names}
+        attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+        for node in (a for a in attributes if isinstance(a.value, ast.Name)):
+            if node.value.id in files_of:
+                names.add(f"{files_of[node.value.id]}.{node.attr}")
+    return names
+
+
+def overrides(modules: dict[str, str]) -> set[str]:
+    """Returns the methods that override one of a class of another package of the library.
+
+    A method of a protocol, whose body is `...`, is there to be written.
+    """
+    classes, methods = {}, {}
+    for module, text in modules.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = package_of(module), node
+                own = [each for each in node.body if isinstance(each, FUNCTIONS)]
+                methods[node.name] = {f.name for f in own if ast.unparse(f.body[-1]) != "..."}
+    found = set()
+    for name, (package, node) in classes.items():
+        for base in (ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases):
+            if base in classes and classes[base][0] != package:
+                same = methods[name] & methods[base]
+                found |= {f"{package}.{name}.{method}" for method in same - {"__init__"}}
+    return found
+
+
+def words(*patterns: str) -> int:
+    """Returns how many words files of this checkout have."""
+    files = (path for pattern in patterns for path in ROOT.glob(pattern))
+    return sum(len(path.read_text().split()) for path in files)
+
+
 def package_of(module: str) -> str:
     """Returns the package of a module: `_plan` of `_plan.mesh`, `tools._hlo` of its `gpus`."""
     return ".".join(module.split(".")[: 1 + module.startswith("tools.")])
@@ -198,12 +246,25 @@ def main() -> None:
         count = len(up) if folder == "all" else up.count(folder)
         cells = row(inside) | {"imports up": count if filed else "-"}
         print(f"{folder:16}", *(f"{c:>{len(title)}}" for title, c in cells.items()), sep="  ")
-    kernel = [name for name in modules if name.startswith("_kernel.")]
-    if kernel:
-        beneath = row([modules[name] for name in sorted(BENEATH_KERNEL)])["code"]
-        print(
-            f"the kernel stands on {beneath} lines of code in {', '.join(sorted(BENEATH_KERNEL))}"
-        )
+    for says, figure in figures(modules).items():
+        print(f"{figure:>7,}  {says}")
+
+
+def figures(modules: dict[str, str]) -> dict[str, int]:
+    """Returns by name what else is counted; words and tests are those of this checkout."""
+    beneath = [modules[name] for name in sorted(BENEATH_KERNEL & modules.keys())]
+    found = {f"lines of code beneath the kernel: {', '.join(sorted(BENEATH_KERNEL))}": beneath}
+    code = {name: row(texts)["code"] for name, texts in found.items() if texts}
+    tests = [len(path.read_text().splitlines()) for path in ROOT.glob("tests/**/*.py")]
+    return code | {
+        "names that others import from the kernel": len(names_from_kernel(modules)),
+        "methods that override one of another package": len(overrides(modules)),
+        "times Any": sum(measured(text)[0]["Any"] for text in modules.values()),
+        "lines of tests": sum(tests),
+        "words of docs": words("docs/**/*.md"),
+        "words of README": words("README.md"),
+        "words of CONTRIBUTING": words("CONTRIBUTING.md"),
+    }
 
 
 if __name__ == "__main__":

@@ -83,17 +83,6 @@ def _stacked_leaf(leaves: Sequence[LeafPlan]) -> LeafPlan:
     )
 
 
-def layers_of(stack: Array) -> list[Array]:
-    """Returns the layers of a stack.
-
-    XLA compiles fusions that are alike once. One with a slice at a constant is like no other: 300
-    slices of small weights take 11 s to compile on CPUs, and 2 s this way.
-    """
-    layer = functools.partial(lax.dynamic_index_in_dim, stack, allow_negative_indices=False)
-    numbers = lax.optimization_barrier(list(map(jnp.int32, range(len(stack)))))
-    return [layer(number, keepdims=False) for number in numbers]
-
-
 def applies(loss: Loss, when: bool | str, is_sharded: bool) -> bool:
     """Whether to look for layers in a loss: the user asks for it, or enough of its weights are
     alike, or are read by calls of `jax.checkpoint`."""

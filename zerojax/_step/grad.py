@@ -110,6 +110,7 @@ class Graded(NamedTuple):
     normed: set[int]
     sums: dict[int, Array]  # over gradients that backward used, for the update of all other leaves
     notes: Notes
+    metrics: dict[str, Array]  # that passes add
 
 
 @_axis_types.auto_axes()
@@ -161,15 +162,17 @@ def loss_and_grads(
         done.update(zip(update.stacks, stacks, strict=True))
         known.update(zip(update.sums, totals, strict=True))
     kept = frozenset(at for at in done if program.guess and stays(plan.leaves[at]))
+    aux, more = results.aux
     return Graded(
         results.loss,
-        results.aux,
+        aux,
         treedef.unflatten(results.grads) if options.differentiates else None,
         done,
         norms=list(map(jnp.sqrt, results.squares)),
         normed={at for k in program.normed for at in program.loss.feed.stacks[k]},
         sums=known,
         notes=Notes(program.loss.notes, kept),
+        metrics=dict(zip(program.loss.metrics, more, strict=True)),
     )
 
 

@@ -22,7 +22,6 @@ from zerojax._kernel.device import DeviceLoss, Param, exact_share
 from zerojax._loss import batch as _batch, fields as _fields
 from zerojax._loss.trace import TracedLoss
 from zerojax._passes.loss import Loss
-from zerojax._passes.rolled import layers_of
 from zerojax._plan.encodings import as_stored
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
@@ -36,7 +35,8 @@ Grads: TypeAlias = Sequence[Any]  # arrays, JAX's own zeros of keys, None
 
 
 class Results(NamedTuple):
-    """What a program returns. Loss, aux and gradients are means over the devices.
+    """What a program returns. Loss, aux and gradients are means over the devices. The aux comes
+    with what passes add to the metrics.
 
     Of each parameter that backward updated, it returns the `new` stacks and no gradient. `squares`
     are sums of the squares of these gradients, and of those at the positions `normed`; `sums` are
@@ -168,6 +168,7 @@ class Program:
     def out_specs(self) -> Results:
         batch, replicated = PartitionSpec(self.plan.batch_axes), PartitionSpec()
         aux = jax.tree.map(lambda rows: batch if rows else replicated, self.per_example)
+        aux = aux, [replicated] * len(self.loss.metrics)
         specs: Any = Results  # of specs, in place of arrays
         if not self.options.differentiates:
             return specs(replicated, aux)
@@ -221,7 +222,9 @@ class Program:
         # Without a gradient, JAX takes zeros for the new stacks of what backward should update.
         if missed := sorted({params[k].leaf.path for k in self.updates} - reached):
             raise NoGradientError(*missed)
+        aux, more = aux
         aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
+        aux = aux, [self.joined_aux((), each, False) for each in more]
         loss = device.device_mean(loss / self.options.accumulate)
         if not self.options.differentiates:
             return Results(loss, aux)
@@ -268,12 +271,13 @@ class Program:
         return wide(type_of(self.traced.jaxpr.outvars[0]).dtype)
 
     def run(self, inputs: list[Any]) -> tuple[Array, PyTree]:
-        """Returns the loss and the aux of one microbatch; of a layered loss the sum of the losses
-        of all, and their aux, stacked."""
+        """Returns the loss of one microbatch, and its aux with what passes add to the metrics. Of a
+        layered loss it returns the sum of the losses of all, and the others stacked."""
         outputs = self.device.run([*inputs, *self.loss.constants], self.how)
         loss, *aux = map(jnp.asarray, outputs)  # a constant comes out as a Python number
         loss = jnp.sum(loss.astype(self.loss_dtype))
-        return loss, jax.tree.structure(self.traced.aux).unflatten(aux)
+        count = len(aux) - len(self.loss.metrics)
+        return loss, (jax.tree.structure(self.traced.aux).unflatten(aux[:count]), aux[count:])
 
     def counts(self, args: list[Array], closed_over: list[Array]) -> list[Array]:
         """Returns the count of each `zerojax.mean` over the devices, a mean over microbatches."""
@@ -333,7 +337,7 @@ class Program:
                 means.append(mean)
         # XLA takes longer to compile the norms of each layer's gradients than all other code.
         squares += [_over_shards(sum_of_squares(means[k]), params[k]) for k in self.normed]
-        return self.loss.feed.returned(means, layers_of), new, squares, sums
+        return self.loss.feed.returned(means), new, squares, sums
 
     def as_stored(self, update: LayerUpdate, values: Sequence[Array]) -> tuple[Array, ...]:
         """Returns the new stacks of an update, and the old ones that it kept, in their dtypes."""

@@ -111,6 +111,7 @@ def _train(
     else:
         inputs = of_grads.unflatten(grads), plan.scatter(state), fields, finite
         new_state = next_state(recipe.tx, guard, *inputs)
+    metrics |= graded.metrics
     if guard is not None:
         metrics["skipped"] = 1 - finite.astype(jnp.int32)
     if scale is not None:
@@ -170,7 +171,7 @@ def eval_step(loss_fn: Callable[..., PyTree], options: EvalOptions) -> Step:
         called = with_fields(loss_fn, plan.unpad(state), options.mutable)
         graded = loss_and_grads(called, plan, options, _state.get_params(state), args)
         notes[plan] = graded.notes
-        metrics = {"loss": graded.loss}
+        metrics = {"loss": graded.loss, **graded.metrics}
         return metrics if graded.aux is None else metrics | {"aux": graded.aux}
 
     return Step(step, Recipe(loss_fn, options), notes)
