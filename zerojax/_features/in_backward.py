@@ -8,8 +8,8 @@ for 1143 at 12.5. Costs 250 lines of code, and 320 in `_update/`, which host mem
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence, Set
-from typing import Any, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,12 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
+from jax.tree_util import register_dataclass
 
 from zerojax import _compat
 from zerojax._features import host_state as _host_state
 from zerojax._jaxprs import is_var
-from zerojax._kernel.arrays import Layer, Unchanged, sliced, written
+from zerojax._kernel.arrays import Changing, Layer, sliced, written
 from zerojax._kernel.places import LeafPlan, by_layer
 from zerojax._kernel.travel import Held
 from zerojax._plan.encodings import as_float, as_stored
@@ -43,7 +44,7 @@ NO_STACK = "the plan does not take it for a stack of layers"
 # beside backward's compute, and where weights rest whole (stages 1 and 2) so does their all-gather.
 #
 # The loop is a `jax.custom_vjp`, and gradients are the only results of its backward. So the
-# parameter and its optimizer state go in as stacks (`Updating`), and the gradients that come out
+# parameter and its optimizer state go in as stacks (`Held.state`), and the gradients that come out
 # for these stacks are the stacks after the update.
 #
 # State comes from host memory with one gradient and goes back after the others, so that a step
@@ -300,52 +301,67 @@ def _why_not(leaf: LeafPlan) -> str:
 # -- in the loop over layers that has their gradients
 
 T = TypeVar("T")
-Stacks = list[tuple[Array, ...]]  # of each parameter: it, and what is updated with it
+Layers: TypeAlias = dict[int, list[Array]]  # by the position of their parameter
 
 
-class InLoop(Unchanged):
-    """Those among the stacks that a loop scans, by their positions.
+@functools.partial(register_dataclass, data_fields=["given", "old"], meta_fields=["apply"])
+@dataclasses.dataclass(frozen=True)
+class Updating:
+    """How a loop updates a parameter, the `Held.update` of it; `Held.state` changes with it.
 
-    The loop carries their stacks, reads the parameters from there, and writes each layer back.
+    `apply(grad, layers, given)` takes one layer of each stack, and returns the new layers. An
+    update that may have to be undone leaves `old` as it is. If there is any, layers come from there
+    and from the first of the stacks where `old` has None, and the other stacks are only written.
     """
 
-    def __init__(self, xs: Sequence[Any]) -> None:
-        held = {k: x for k, x in enumerate(xs) if isinstance(x, Held)}
-        self.updating = {k: x.updating for k, x in held.items() if x.updating is not None}
+    given: tuple[Array, ...]
+    apply: Callable[[Array, list[Array], Sequence[Array]], list[Array]]
+    old: tuple[Array | None, ...] = ()
 
-    @property
-    def stacks(self) -> Stacks:
-        return [updating.stacks for updating in self.updating.values()]
+    def read(self, stacks: Sequence[Array]) -> list[Array]:
+        """Returns what an update reads, the stacks being as they are by now."""
+        if not self.old:
+            return list(stacks)
+        pairs = zip(self.old, stacks, strict=False)
+        return [now if old is None else old for old, now in pairs]
 
-    def as_updated(self, xs: Sequence[Any], stacks: Stacks) -> list[Any]:
-        """Returns what the loop scans, its parameters as they are by now."""
-        found = list(xs)
-        for k, (param, *_) in zip(self.updating, stacks, strict=True):
-            found[k] = Held(found[k].shard, rest=param)
-        return found
 
-    def fetched(self, stacks: Stacks, at: Layer) -> list[list[Array]]:
-        """Returns one layer of all stacks, on the devices."""
-        return [
-            [_compat.fetched(sliced(stack, at.of(stack))) for stack in one]
-            for one in self.read(stacks)
-        ]
+class InLoop:
+    """The `Hook` of a loop: updates a layer of its parameters, and writes it into their stacks."""
 
-    def read(self, stacks: Stacks) -> list[list[Array]]:
-        """Returns what the updates read."""
-        pairs = zip(self.updating.values(), stacks, strict=True)
-        return [updating.read(one) for updating, one in pairs]
+    def __init__(self, changing: Mapping[int, Held]) -> None:
+        self.updating: dict[int, Updating] = {k: x.update for k, x in changing.items()}
 
-    def read_first(self, read: T, stacks: Stacks) -> tuple[T, Stacks]:
-        """Has what is read of parameters in host memory be read before they are written.
+    def stacks_read(self, stacks: Changing) -> dict[int, list[Array]]:
+        return {k: updating.read(stacks[k]) for k, updating in self.updating.items()}
 
-        XLA would copy their stacks there in each iteration.
+    def read(self, stacks: Changing, at: Layer, source: T) -> tuple[Layers, Changing, T]:
+        """Returns one layer of what the updates read, on the devices.
+
+        Has the `source` of weights in host memory be read before they are written. XLA would copy
+        their stacks there in each iteration.
         """
-        if not any(_compat.is_on_host(param) for param, *_ in stacks):
-            return read, stacks
-        return lax.optimization_barrier((read, stacks))
+        if source and any(_compat.is_on_host(param) for param, *_ in stacks.values()):
+            source, stacks = lax.optimization_barrier((source, stacks))
+        layers = {
+            k: [_compat.fetched(sliced(stack, at.of(stack))) for stack in read]
+            for k, read in self.stacks_read(stacks).items()
+        }
+        return layers, stacks, source
 
-    def tied(self, layers: list[list[Array]], left: T) -> tuple[list[list[Array]], T]:
+    def finish(
+        self, stacks: Changing, read: Layers, grads: Sequence[Any], at: Layer, left: T
+    ) -> tuple[Changing, T]:
+        """Updates a layer, which was read, and writes it into the stacks."""
+        layers, left = self.tied(stacks, read, left)
+        changed: Changing = {}
+        for k, updating in self.updating.items():
+            new = updating.apply(grads[k].shard, layers[k], updating.given)
+            pairs = zip(stacks[k], new, strict=True)
+            changed[k] = tuple(_put(stack, layer, at) for stack, layer in pairs)
+        return changed, left
+
+    def tied(self, stacks: Changing, layers: Layers, left: T) -> tuple[Layers, T]:
         """Has what comes from host memory arrive with a weight's gradient, which nobody waits for.
 
         XLA would have all compute of an iteration wait for it. The last gradient here is the first
@@ -354,38 +370,15 @@ class InLoop(Unchanged):
         those on the way back: 7.5B on 8 H100s, JAX 0.12, all with the first: 553 ms at 50 GB/s, 778
         at 25, 1369 at 12.5; each with the gradient of its own weight: 591, 719, 1053.)
         """
-        if not any(_compat.is_on_host(stack) for one in self.read(self.stacks) for stack in one):
-            return layers, left
         grads, treedef = jax.tree.flatten(left)
+        if not grads or not any(map(_compat.is_on_host, jax.tree.leaves(self.stacks_read(stacks)))):
+            return layers, left
         # An old parameter that is kept leaves while the old moments arrive.
-        first = [int(bool(updating.old)) for updating in self.updating.values()]
-        waiting = [one[n:] for one, n in zip(layers, first, strict=True)]
+        first = {k: int(bool(updating.old)) for k, updating in self.updating.items()}
+        waiting = {k: layers[k][n:] for k, n in first.items()}
         waiting, grads[-1] = lax.optimization_barrier((waiting, grads[-1]))
-        tied = [[*a[:n], *b] for a, b, n in zip(layers, waiting, first, strict=True)]
+        tied = {k: [*layers[k][:n], *waiting[k]] for k, n in first.items()}
         return tied, treedef.unflatten(grads)
-
-    def updated(
-        self, stacks: Stacks, layers: list[list[Array]], grads: Sequence[Any], at: Layer
-    ) -> Stacks:
-        """Updates a layer, which was fetched, and writes it into the stacks."""
-        found = []
-        for (k, updating), one, old in zip(self.updating.items(), stacks, layers, strict=True):
-            new = updating.apply(grads[k].shard, old, updating.given)
-            found.append(tuple(_put(*pair, at) for pair in zip(one, new, strict=True)))
-        return found
-
-    def left(self, grads: Sequence[Any]) -> list[Any]:
-        """Returns the gradients that are still to be stacked, None where one was used."""
-        return [None if k in self.updating else grad for k, grad in enumerate(grads)]
-
-    def gradients(self, grads: Sequence[Any], stacks: Stacks) -> list[Any]:
-        """Returns the gradients of what the loop scans: the new stacks, for those it updated."""
-        found, none = list(grads), cast(Array, None)
-        for (k, updating), new in zip(self.updating.items(), stacks, strict=True):
-            # JAX knows no gradient of what is only given.
-            only = {name: (none,) * len(getattr(updating, name)) for name in ("given", "old")}
-            found[k] = Held(none, updating=dataclasses.replace(updating, stacks=new, **only))
-        return found
 
 
 def _put(stack: Array, layer: Array, at: Layer) -> Array:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from zerojax._features.in_backward import LayerUpdate
+from zerojax._features.in_backward import LayerUpdate, Updating
 from zerojax._kernel import travel as _travel
 from zerojax._kernel.device import Param, scaled
-from zerojax._kernel.travel import Held, Route, Updating
+from zerojax._kernel.travel import Held, Route
 from zerojax._plan.encodings import as_float
 from zerojax._types import PyTree, wide
 
@@ -69,7 +69,7 @@ def updated_input(
         return [new, *others, squares[None], *(each[None] for each in sums), *kept]
 
     read = (*old, *[None] * (1 + len(update.sums))) if old else ()
-    return Held(param.unread, updating=Updating(stacks, tuple(given), apply, read))
+    return Held(param.unread, stacks[0], stacks[1:], Updating(tuple(given), apply, read))
 
 
 def _own_part(param: Param, layer: Array) -> Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def vary(
 ) -> tuple[list[Array], Callable[[list[Array]], list[Value]]]:
     """Returns the arrays of `values` to differentiate by, and a function that puts them back.
 
-    For a `Held`, these are its shard, or the stacks that backward updates. JAX differentiates by
+    For a `Held`, these are its shard, or what a loop changes of it. JAX differentiates by
     other values only if they are wanted and of a float dtype.
     """
     leaves, treedef = jax.tree.flatten(list(values))
@@ -52,10 +52,9 @@ def _varies(values: Sequence[Value], wanted: Sequence[bool]) -> list[bool]:
         if not isinstance(value, Held):
             return want and is_float(value)
         none = jax.tree.map(lambda _: False, value)
-        if none.updating is None:
+        if value.state is None:
             return dataclasses.replace(none, shard=want and is_float(value.shard))
-        stacks = (want,) * len(none.updating.stacks)
-        return dataclasses.replace(none, updating=dataclasses.replace(none.updating, stacks=stacks))
+        return dataclasses.replace(none, rest=want, state=(want,) * len(value.state))
 
     return jax.tree.leaves(list(map(mask, values, wanted)))
 
@@ -230,42 +229,35 @@ def by_scanned_index(step: Turn, xs: PyTree, length: int) -> tuple[Turn, PyTree]
     return found, (jnp.arange(length), here)
 
 
-class Unchanged:
-    """The stacks that a loop scans, none of which backward updates.
+Changing = dict[int, tuple[Array, ...]]  # by position: a parameter at rest, and its state
 
-    With an option, backward updates some of them: see `How.updates`. The loop then carries these
-    stacks, reads their layers from the carry, and writes each layer back. It calls the methods
-    below in this order.
+
+class Hook(Protocol):
+    """What backward does with a layer of the parameters that it changes, from their gradients.
+
+    A loop carries these parameters and their states (`Held.state`), and gathers weights from there.
+    With an option, backward updates them: see `How.updates`.
     """
 
-    def __init__(self, xs: Sequence[Any]) -> None:
-        self.stacks: list[tuple[Array, ...]] = []
+    def read(self, stacks: Changing, at: Layer, source: T) -> tuple[PyTree, Changing, T]:
+        """Returns what `finish` needs of a layer. Orders reads of `source`, if there are any,
+        before later writes to the stacks."""
+        ...
 
-    def as_updated(self, xs: Sequence[Any], stacks: list) -> list[Any]:
-        """Returns the scanned stacks, with the parameters updated so far."""
-        return list(xs)
+    def finish(
+        self, stacks: Changing, read: Any, grads: Sequence[Gradient], at: Layer, left: T
+    ) -> tuple[Changing, T]:
+        """Returns the stacks with a layer that has these gradients. May have `left`, the gradients
+        of the layer after it, arrive together with `read`."""
+        ...
 
-    def read_first(self, read: Any, stacks: list) -> tuple[Any, list]:
-        """Orders reads of the stacks before writes to them."""
-        return read, stacks
 
-    def fetched(self, stacks: list, at: Layer) -> list:
-        """Returns one layer of the stacks, on the devices."""
-        return []
+def changing(xs: Sequence[Value]) -> dict[int, Held]:
+    """Returns those of a loop's scanned inputs that it changes."""
+    held = {k: x for k, x in enumerate(xs) if isinstance(x, Held)}
+    return {k: x for k, x in held.items() if x.state is not None}
 
-    def tied(self, layers: list, left: Any) -> tuple[list, Any]:
-        """Makes the result of `fetched` arrive together with the gradients that are left to
-        reduce."""
-        return layers, left
 
-    def updated(self, stacks: list, layers: list, grads: Sequence[Any], at: Layer) -> list:
-        """Updates a fetched layer, and writes it into the stacks."""
-        return stacks
-
-    def left(self, grads: Sequence[Any]) -> list[Any]:
-        """Returns the gradients of a layer that the loop still has to stack."""
-        return list(grads)
-
-    def gradients(self, grads: Sequence[Any], stacks: list) -> list[Any]:
-        """Returns the gradients of the scanned stacks."""
-        return list(grads)
+def as_read(inputs: Sequence[Value]) -> list[Value]:
+    """Returns the inputs of a loop as if nothing changed them."""
+    return [x.as_read if isinstance(x, Held) else x for x in inputs]

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,8 @@ from zerojax._jaxprs import Atom, Var, is_var, type_of
 from zerojax._kernel import travel as _travel
 from zerojax._kernel.arrays import (
     Gradient,
+    Hook,
     T,
-    Unchanged,
     Value,
     add,
     add_held,
@@ -173,9 +173,9 @@ class How:
     one, whose weights a prefetching loop keeps. `in_turn_above`: in backward of layers of more
     bytes, each weight of the next layer waits for its gradient of the previous one. `by_data`: data
     dependences, not barriers, keep collectives in order. `in_loop`: the body of a loop over layers
-    runs. `keeping`: where a loop over layers keeps what backward needs. `updates`: chooses the
-    stacks of a loop that backward updates. `counted`: whether XLA finds any layer in host memory by
-    a loop's counter; called only if there is one.
+    runs. `keeping`: where a loop over layers keeps what backward needs. `updates`: what
+    backward does with layers of parameters that change there. `counted`: whether XLA finds any
+    layer in host memory by a loop's counter; called only if there is one.
     """
 
     regather: bool
@@ -185,7 +185,7 @@ class How:
     by_data: bool = False
     in_loop: bool = False
     keeping: Keeping = AS_IT_IS
-    updates: Callable[[Sequence[Any]], Unchanged] = Unchanged
+    updates: Callable[[Mapping[int, Held]], Hook] | None = None
     counted: Callable[[], bool] = dataclasses.field(default=lambda: True, compare=False)
 
 

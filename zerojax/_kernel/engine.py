@@ -16,7 +16,9 @@ from zerojax._jaxprs import Atom, Var
 from zerojax._kernel.arrays import (
     Gradient,
     Value,
+    as_read,
     by_hand,
+    changing,
     float_cotangents,
     merge,
     where,
@@ -33,7 +35,7 @@ from zerojax._kernel.body import (
     wait,
     write,
 )
-from zerojax._kernel.loops import Layers, PrefetchedLayers, as_read
+from zerojax._kernel.loops import Layers, PrefetchedLayers
 from zerojax._kernel.pieces import (
     InputKind,
     Loop,
@@ -124,9 +126,8 @@ def _named(op: Scope | Loop) -> contextlib.AbstractContextManager:
 
 def _only_computes(scope: Scope, inputs: Sequence[Value]) -> bool:
     """Whether a scope only computes, and only from values on the devices."""
-    updates = any(isinstance(x, Held) and x.updating is not None for x in inputs)
     on_host = any(map(_compat.is_on_host, jax.tree.leaves(inputs)))
-    return not (updates or on_host or _compat.has_side_effects(scope))
+    return not (changing(inputs) or on_host or _compat.has_side_effects(scope))
 
 
 class ScopeCode:
@@ -221,14 +222,15 @@ def _tied(
     """Keeps backward's all-gathers, which read the inputs that `tie` says, behind forward. See the
     note in `body.py`."""
     shards, others = where(inputs, tie), where(inputs, [not t for t in tie])
-    read: Any = [x.as_read if isinstance(x, Held) else x for x in shards], crossed
+    read: Any = as_read(shards), crossed
     if done is None:
         read, cts = lax.optimization_barrier((read, cts))
     else:
         read = wait(read, done)
     now, crossed = read
     shards = [
-        x.read_from(y) if isinstance(x, Held) else y for x, y in zip(shards, now, strict=True)
+        dataclasses.replace(x, shard=y.shard, rest=y.rest) if isinstance(x, Held) else y
+        for x, y in zip(shards, now, strict=True)
     ]
     return merge(tie, shards, others), crossed, cts
 

@@ -8,8 +8,8 @@ the layer with it. See the note in `body.py`.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,17 @@ from jax import Array, lax
 from zerojax import _compat
 from zerojax._jaxprs import nbytes
 from zerojax._kernel.arrays import (
+    Changing,
     Gradient,
+    Hook,
     Index,
     Layer,
     T,
     Value,
     add,
+    as_read,
     by_scanned_index,
+    changing,
     empty_stacks,
     fetched_layer,
     float_cotangents,
@@ -102,7 +106,8 @@ class Layers:
     ) -> list[Gradient]:
         """Returns the gradients of the inputs."""
         consts, _, xs = self.parts(inputs)
-        updates, xs = self.how.updates(xs), as_read(xs)
+        stacks, hook = self.changed(xs)
+        xs = as_read(xs)
         d_carry, d_ys = self.d_outs(cts)
         types: list = self.carry_types(inputs)
 
@@ -113,27 +118,35 @@ class Layers:
             d_carry, d_consts, stacks, count = state
             saved, full, crossed, d_ys, xs, at = scanned
             layer = Layer(at, self.index(last - count))
-            xs = updates.as_updated(xs, fetched_layer([one[:1] for one in stacks], layer))
-            inputs = [*consts, *types, *xs]
+            rest = fetched_layer({k: param for k, (param, *_) in stacks.items()}, layer)
+            inputs = [*consts, *types, *resting(xs, rest)]
             kept = dict(zip(self.kept_weights, full, strict=True))
             gathered = self.body.gather(inputs, crossed, kept)
             saved = self.keeping.back(saved)
             d_inputs = self.body.backward(inputs, gathered, saved, [*d_carry, *d_ys])
             more, d_carry, d_xs = self.parts(d_inputs)
-            stacks = updates.updated(stacks, updates.fetched(stacks, layer), d_xs, layer)
+            if hook:
+                read, stacks, _ = hook.read(stacks, layer, ())
+                stacks, _ = hook.finish(stacks, read, d_xs, layer, ())
             grads = d_carry, list(map(add, d_consts, more))
-            return (*grads, stacks, count + 1), updates.left(d_xs)
+            return (*grads, stacks, count + 1), unchanged(d_xs, stacks)
 
-        start = (d_carry, self.d_consts(consts, saved.wanted), updates.stacks, 0)
+        start = (d_carry, self.d_consts(consts, saved.wanted), stacks, 0)
         (d_carry, d_consts, stacks, _), d_xs = self.scan(
             step,
             start,
             (saved, full, crossed, d_ys, xs, jnp.arange(last + 1)),
             reverse=not self.loop.reverse,
         )
-        return [*d_consts, *d_carry, *updates.gradients(d_xs, stacks)]
+        return [*d_consts, *d_carry, *with_changes(d_xs, stacks)]
 
     # -- shared by both walks
+
+    def changed(self, xs: Sequence[Value]) -> tuple[Changing, Hook | None]:
+        """Returns what backward changes of the scanned inputs, and what changes it."""
+        held = changing(xs)
+        hook = self.how.updates(held) if self.how.updates and held else None
+        return {k: (x.source, *(x.state or ())) for k, x in held.items()}, hook
 
     def scan(self, step: Any, init: Any, xs: Any, *, reverse: bool) -> tuple[Any, Any]:
         if reverse and any(map(_compat.is_on_host, jax.tree.leaves(xs))) and not self.how.counted():
@@ -169,9 +182,23 @@ class Layers:
         return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry]
 
 
-def as_read(inputs: Sequence[Value]) -> list[Value]:
-    """Returns the inputs of a loop without their `updating`."""
-    return [x.as_read if isinstance(x, Held) else x for x in inputs]
+def resting(xs: Sequence[Any], rest: Mapping[int, Array]) -> list[Any]:
+    """Returns scanned inputs, some of which rest elsewhere by now."""
+    return [Held(x.shard, rest[k]) if k in rest else x for k, x in enumerate(xs)]
+
+
+def unchanged(grads: Sequence[Gradient], stacks: Changing) -> list[Gradient]:
+    """Returns the gradients that a loop stacks: not those that its hook took."""
+    return [None if k in stacks else grad for k, grad in enumerate(grads)]
+
+
+def with_changes(grads: Sequence[Gradient], stacks: Changing) -> list[Gradient]:
+    """Returns the gradients of the scanned inputs: what those are by now that backward changed."""
+    none = cast(Array, None)  # JAX takes it for no gradient
+    return [
+        Held(none, stacks[k][0], stacks[k][1:]) if k in stacks else grad
+        for k, grad in enumerate(grads)
+    ]
 
 
 # [Note: the prefetch schedule] For layers 0 to L-1, with g(i) the all-gather of layer i's weights,
@@ -314,7 +341,7 @@ class _Backward:
         self.consts, _, self.xs = layers.parts(inputs)
         # The carry of an iteration is lost, so it comes as types.
         self.before = [*self.consts, *layers.carry_types(inputs)]
-        self.updates = layers.how.updates(self.xs)
+        self.stacks, self.hook = layers.changed(self.xs)
         self.d_carry, self.d_ys = layers.d_outs(cts)
         self.last = layers.loop.length - 1
         cuts = [shard.cut for shard in layers.loop.split.gathers.values()]
@@ -325,7 +352,7 @@ class _Backward:
 
     def run(self) -> list[Gradient]:
         """Returns the gradients of the inputs."""
-        last, stacks, first = self.last, self.updates.stacks, self.layers.regathered
+        last, stacks, first = self.last, self.stacks, self.layers.regathered
         grads = self.d_carry, self.layers.d_consts(self.consts, self.last_saved.wanted)
         ahead = (
             self.body.arrive(*self.source_at(stacks, self.layers.layer(first - 1))) if first else []
@@ -333,7 +360,7 @@ class _Backward:
         source = self.source_at(stacks, self.layers.layer(last))
         arrived = self.last_weights or self.body.arrive(*source)
         grads, left = self.unreduced(grads, arrived, self.last_saved, last)
-        types = jax.eval_shape(lambda left: self.updates.left(self.reduced(left, last)), left)
+        types = jax.eval_shape(lambda left: unchanged(self.reduced(left, last), stacks), left)
         state = (grads, ahead, left, empty_stacks(types, last + 1), stacks)
         for turns, kept in zip(reversed(self.layers.ranges), reversed(self.residuals), strict=True):
             counts = range(last - turns.stop, last - max(turns.start, 1))
@@ -342,15 +369,19 @@ class _Backward:
         grads, arrived, left, d_stacks, stacks = state
         for at in (1, 0):
             layer = self.layers.layer(at)
-            old, done = self.updates.fetched(stacks, layer), self.reduced(left, at)
+            read = ()
+            if self.hook:
+                read, stacks, _ = self.hook.read(stacks, layer, ())
+            done = self.reduced(left, at)
             d_stacks = self.stacked(d_stacks, done, at)
-            stacks = self.updates.updated(stacks, old, done, layer)
+            if self.hook:
+                stacks, _ = self.hook.finish(stacks, read, done, layer, ())
             if at:
                 saved, weights = layer_of(self.residuals[0], 0)
                 saved = self.layers.keeping.back(saved)
                 grads, left = self.unreduced(grads, weights or arrived, saved, 0)
         d_carry, d_consts = grads
-        return [*d_consts, *d_carry, *self.updates.gradients(d_stacks, stacks)]
+        return [*d_consts, *d_carry, *with_changes(d_stacks, stacks)]
 
     def step(self, first: int, kept: Any, state: tuple, count: Array) -> tuple[tuple, None]:
         """Computes a layer, and finishes the one before it. `kept` belongs to the loop whose
@@ -359,12 +390,13 @@ class _Backward:
         at = self.last - 1 - count
         layer = self.layers.layer(at + 1, self.last - carried)
         _, stays = kept
+        read, source = (), ()
         if not stays:
             source = self.source_at(stacks, self.layers.layer(at - 1, self.last - 2 - carried))
-            source, stacks = self.updates.read_first(source, stacks)
-        old = self.updates.fetched(stacks, layer)
+        if self.hook:
+            read, stacks, source = self.hook.read(stacks, layer, source)
         ahead, sums = arrived, self.body.summed(d_gathered)
-        if not stays:
+        if source:
             ahead, sums = self.ordered(source, sums)
         done = self.added(d_xs, sums, at + 1)
         d_stacks = self.stacked(d_stacks, done, at + 1)
@@ -372,13 +404,14 @@ class _Backward:
         saved, weights = resting_layer_of(kept, place)
         saved = self.layers.keeping.back(saved)
         grads, left = self.unreduced(grads, weights or arrived, saved, at)
-        old, left = self.updates.tied(old, left)
-        stacks = self.updates.updated(stacks, old, done, layer)
+        if self.hook:
+            stacks, left = self.hook.finish(stacks, read, done, layer, left)
         return (grads, ahead, left, d_stacks, stacks, carried + 1), None
 
-    def source_at(self, stacks: list, at: Layer) -> LayerSource:
+    def source_at(self, stacks: Changing, at: Layer) -> LayerSource:
         """Returns the sources of one layer's weights, some of them updated by now."""
-        shards = self.layers.shards_at(self.updates.as_updated(self.xs, stacks), at)
+        rest = {k: param for k, (param, *_) in stacks.items()}
+        shards = self.layers.shards_at(resting(as_read(self.xs), rest), at)
         return shards, layer_of(self.crossed, at.i)
 
     def ordered(
@@ -425,7 +458,7 @@ class _Backward:
 
     def stacked(self, d_stacks: list, done: list[Gradient], at: Index) -> list:
         """Writes one layer's gradients into their stacks."""
-        return with_layer(d_stacks, self.updates.left(done), self.index(at))
+        return with_layer(d_stacks, unchanged(done, self.stacks), self.index(at))
 
     def layer_at(self, at: Index) -> list[Any]:
         """Returns the inputs of one layer's body."""

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._specs import Entry, names_in
-from zerojax._types import is_float
+from zerojax._types import PyTree, is_float
 
 Parts = tuple[Array, ...]  # an array as a codec wrote it
 
@@ -176,35 +176,8 @@ Transit = Parts
 
 
 @functools.partial(
-    register_dataclass, data_fields=["stacks", "given", "old"], meta_fields=["apply"]
+    register_dataclass, data_fields=["shard", "rest", "state", "update"], meta_fields=[]
 )
-@dataclasses.dataclass(frozen=True)
-class Updating:
-    """How a loop over layers updates a parameter in backward, as soon as it has a layer's gradient.
-
-    `stacks` are the parameter as it rests, and then the state that the update changes with it.
-    `apply(grad, layers, given)` takes one layer of each, and returns the new layers. JAX takes the
-    stacks after the update for the gradients of `stacks`.
-
-    An update that may have to be undone leaves `old` as it is. If there is any, layers come from
-    there and from the first of the stacks where `old` has None, and the other stacks are only
-    written.
-    """
-
-    stacks: tuple[Array, ...]
-    given: tuple[Array, ...]
-    apply: Callable[[Array, list[Array], Sequence[Array]], list[Array]]
-    old: tuple[Array | None, ...] = ()
-
-    def read(self, stacks: Sequence[Array]) -> list[Array]:
-        """Returns what an update reads, the stacks being as they are by now."""
-        if not self.old:
-            return list(stacks)
-        pairs = zip(self.old, stacks, strict=False)
-        return [now if old is None else old for old, now in pairs]
-
-
-@functools.partial(register_dataclass, data_fields=["shard", "rest", "updating"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Held:
     """A parameter as one device has it: the shard whose gradient leaves, and the array at rest.
@@ -213,36 +186,29 @@ class Held:
     `rest` is None, and the weight is gathered from `shard`. Otherwise (below stage 3 the full
     weight rests; microbatches share a weight that was brought near) `shard` holds zeros, which
     nothing reads, and the weight comes from `rest`. At stage 0 the shard is as large as the weight.
-    If backward updates the parameter, it rests in `updating`.
+
+    With a `state`, a loop changes the parameter in backward: see `Hook`. Then `rest` and `state`
+    have gradients in place of `shard`: what they are after the loop.
     """
 
     shard: Array
     rest: Array | None = None
-    updating: Updating | None = None
+    state: tuple[Array, ...] | None = None
+    update: PyTree = None  # what the hook knows of it; the kernel only passes it on
 
     @property
     def source(self) -> Array:
         """The array from which the full weight is obtained."""
-        if self.updating is not None:
-            return self.updating.stacks[0]
         return self.shard if self.rest is None else self.rest
 
     @property
     def as_read(self) -> "Held":
-        """The parameter without its `updating`."""
-        return self if self.updating is None else Held(self.shard, rest=self.source)
-
-    def read_from(self, held: "Held") -> "Held":
-        """Returns the parameter with its `updating`, read from another value of `as_read`."""
-        if self.updating is None:
-            return held
-        stacks = (held.source, *self.updating.stacks[1:])
-        return Held(held.shard, updating=dataclasses.replace(self.updating, stacks=stacks))
+        """The parameter, which nothing changes."""
+        return Held(self.shard, self.rest)
 
     def map(self, change: Callable[[Array], Array]) -> "Held":
-        """Returns a view of the parameter, which nothing updates."""
-        held = self.as_read
-        return Held(change(held.shard), None if held.rest is None else change(held.rest))
+        """Returns a view of the parameter, which nothing changes."""
+        return jax.tree.map(change, self.as_read)
 
 
 # -- out: a weight crosses the far axes of its route, arrives over the near ones, and is decoded
