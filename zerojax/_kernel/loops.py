@@ -9,7 +9,7 @@ the layer with it. See the note in `body.py`.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -116,8 +116,8 @@ class Layers:
 
         def step(state: tuple, scanned: tuple) -> tuple[tuple, list]:
             d_carry, d_consts, stacks, count = state
-            saved, full, crossed, d_ys, xs, at = scanned
-            layer = Layer(at, self.index(last - count))
+            saved, full, crossed, d_ys, xs, scanned_count = scanned
+            layer = self.layer(last, -1, scanned_count, count)
             rest = fetched_layer({k: param for k, (param, *_) in stacks.items()}, layer)
             inputs = [*consts, *types, *resting(xs, rest)]
             kept = dict(zip(self.kept_weights, full, strict=True))
@@ -132,10 +132,11 @@ class Layers:
             return (*grads, stacks, count + 1), unchanged(d_xs, stacks)
 
         start = (d_carry, self.d_consts(consts, saved.wanted), stacks, 0)
+        counts = jnp.arange(last + 1) if self.loop.reverse else jnp.arange(last, -1, -1)
         (d_carry, d_consts, stacks, _), d_xs = self.scan(
             step,
             start,
-            (saved, full, crossed, d_ys, xs, jnp.arange(last + 1)),
+            (saved, full, crossed, d_ys, xs, counts),
             reverse=not self.loop.reverse,
         )
         return [*d_consts, *d_carry, *with_changes(d_xs, stacks)]
@@ -155,9 +156,10 @@ class Layers:
             step, init, xs, length=self.loop.length, reverse=reverse, unroll=self.loop.unroll
         )
 
-    def index(self, at: Index) -> Index:
-        """Returns the position in the stack of an iteration's layer."""
-        return self.loop.length - 1 - at if self.loop.reverse else at
+    def layer(self, number: int, sign: int = 1, scanned: Index = 0, carried: Index = 0) -> Layer:
+        """Returns the layer of iteration `number` of forward, plus or minus a count."""
+        top = self.loop.length - 1 if self.loop.reverse else None
+        return Layer(number, sign, scanned, carried, top, self.how.counted)
 
     def wanted_inside(self, wanted: Sequence[bool]) -> list[bool]:
         """The carry may vary inside the loop even if its first value does not."""
@@ -263,8 +265,8 @@ class PrefetchedLayers(Layers):
         num_carry, last = self.loop.num_carry, self.loop.length - 1
         wanted = self.wanted_inside(wanted)
 
-        def iteration(carry: list, arrived: list, at: Index) -> tuple[list, tuple[list, Saved]]:
-            layer = [*consts, *carry, *layer_of(xs, self.index(at))]
+        def iteration(carry: list, arrived: list, at: Layer) -> tuple[list, tuple[list, Saved]]:
+            layer = [*consts, *carry, *layer_of(xs, at.i)]
             outs, saved = self.body.forward(layer, self.body.full(arrived), wanted)
             return outs[:num_carry], (outs[num_carry:], saved)
 
@@ -272,21 +274,22 @@ class PrefetchedLayers(Layers):
         far = any(shard.cut.gather.far for shard in self.loop.split.gathers.values())
         early = int(far and not any(map(_compat.is_on_host, jax.tree.leaves(inputs))))
 
-        def step(keeps: bool, state: tuple, at: Index) -> tuple[Any, Any]:
-            carry, arrived, waiting, stacks, carried = state
-            shards = further = self.shards_at(xs, self.layer(at + 1, carried + 1))
+        def step(keeps: bool, state: tuple, scanned: Array) -> tuple[Any, Any]:
+            carry, arrived, waiting, stacks, count = state
+            at = self.layer(0, 1, scanned, count)
+            shards = further = self.shards_at(xs, at.after)
             if early:
-                further = self.shards_at(xs, self.layer(jnp.minimum(at + 2, last)))
+                further = self.shards_at(xs, self.layer(0, 1, jnp.minimum(scanned + 2, last)))
             crossed, *waiting = [*waiting, self.body.cross(further)]
             ahead = self.body.arrive(shards, crossed)
             carry, (ys, saved) = iteration(carry, arrived, at)
-            stacks = with_layer(stacks, crossed, self.index(at + 1))
+            stacks = with_layer(stacks, crossed, at.after.i)
             kept = self.keeping.put(saved), arrived if keeps else []
-            return (carry, ahead, waiting, stacks, carried + 1), (ys, kept)
+            return (carry, ahead, waiting, stacks, count + 1), (ys, kept)
 
         shards = [self.shards_at(xs, self.layer(at)) for at in range(1 + early)]
         crossed, *waiting = [self.body.cross(each) for each in shards]
-        stacks = with_layer(empty_stacks(crossed, last + 1), crossed, self.index(0))
+        stacks = with_layer(empty_stacks(crossed, last + 1), crossed, self.layer(0).i)
         state = (carry, self.body.arrive(shards[0], crossed), waiting, stacks)
         parts, kept = [], []
         for turns in self.ranges:
@@ -294,7 +297,7 @@ class PrefetchedLayers(Layers):
             (*state, _), (ys, saved) = self.iterate(turn, (*state, turns.start), turns)
             parts, kept = [*parts, ys], [*kept, saved]
         carry, arrived, _, crossed = state
-        carry, (last_ys, last_saved) = iteration(carry, arrived, last)
+        carry, (last_ys, last_saved) = iteration(carry, arrived, self.layer(last))
         parts.append([y[None] for y in last_ys])
         ys = [jnp.concatenate(same) for same in zip(*parts, strict=True)]
         ys = [jnp.flip(y, 0) for y in ys] if self.loop.reverse else ys
@@ -312,17 +315,24 @@ class PrefetchedLayers(Layers):
         at = jnp.arange(turns.start, turns.stop)
         return lax.scan(step, init, at, unroll=self.loop.unroll)
 
-    def layer(self, at: Index, carried: Index | None = None) -> Layer:
-        """Returns the layer of an iteration; `carried` is its number as a loop carries it."""
-        return self.turn(self.index(at), self.index(at if carried is None else carried))
-
-    def turn(self, i: Index, counted: Index) -> Layer:
-        return Layer(i, counted, self.how.counted)
-
     def shards_at(self, xs: Sequence[Value], at: Layer) -> list[Value | None]:
         """Returns the shards that one layer gathers, and None for each other input of its body."""
         shards = fetched_layer([x if isinstance(x, Held) else None for x in xs], at)
         return [*[None] * self.first_x, *shards]
+
+
+Left = tuple[list[Gradient], list[Array | None]]  # of a layer's shards and gathered weights
+
+
+class _State(NamedTuple):
+    """What an iteration of backward passes on to the next, which computes the layer before."""
+
+    grads: tuple[list[Gradient], list[Gradient]]  # of the carry and of the constants
+    arrived: list[Transit]  # the weights of the layer whose turn comes
+    left: Left  # gradients of the layer that has just been computed, to reduce
+    d_stacks: list[Gradient]
+    stacks: Changing
+    count: Index  # of iterations, as the loop carries it
 
 
 class _Backward:
@@ -336,7 +346,7 @@ class _Backward:
         crossed: list[Transit],
         cts: Sequence[Any],
     ) -> None:
-        self.layers, self.body, self.index = layers, layers.body, layers.index
+        self.layers, self.body = layers, layers.body
         self.crossed, (self.residuals, (self.last_saved, self.last_weights)) = crossed, saved
         self.consts, _, self.xs = layers.parts(inputs)
         # The carry of an iteration is lost, so it comes as types.
@@ -352,61 +362,62 @@ class _Backward:
 
     def run(self) -> list[Gradient]:
         """Returns the gradients of the inputs."""
-        last, stacks, first = self.last, self.stacks, self.layers.regathered
+        layer, stacks, regathered = self.layers.layer, self.stacks, self.layers.regathered
+        last = layer(self.last)
         grads = self.d_carry, self.layers.d_consts(self.consts, self.last_saved.wanted)
         ahead = (
-            self.body.arrive(*self.source_at(stacks, self.layers.layer(first - 1))) if first else []
+            self.body.arrive(*self.source_at(stacks, layer(regathered - 1))) if regathered else []
         )
-        source = self.source_at(stacks, self.layers.layer(last))
+        source = self.source_at(stacks, last)
         arrived = self.last_weights or self.body.arrive(*source)
         grads, left = self.unreduced(grads, arrived, self.last_saved, last)
         types = jax.eval_shape(lambda left: unchanged(self.reduced(left, last), stacks), left)
-        state = (grads, ahead, left, empty_stacks(types, last + 1), stacks)
+        state = _State(grads, ahead, left, empty_stacks(types, self.layers.loop.length), stacks, 0)
         for turns, kept in zip(reversed(self.layers.ranges), reversed(self.residuals), strict=True):
-            counts = range(last - turns.stop, last - max(turns.start, 1))
+            counts = range(self.last - turns.stop, self.last - max(turns.start, 1))
             step = functools.partial(self.step, turns.start, kept)
-            (*state, _), _ = self.layers.iterate(step, (*state, counts.start), counts)
-        grads, arrived, left, d_stacks, stacks = state
-        for at in (1, 0):
-            layer = self.layers.layer(at)
-            read = ()
-            if self.hook:
-                read, stacks, _ = self.hook.read(stacks, layer, ())
-            done = self.reduced(left, at)
-            d_stacks = self.stacked(d_stacks, done, at)
-            if self.hook:
-                stacks, _ = self.hook.finish(stacks, read, done, layer, ())
-            if at:
-                saved, weights = layer_of(self.residuals[0], 0)
-                saved = self.layers.keeping.back(saved)
-                grads, left = self.unreduced(grads, weights or arrived, saved, 0)
-        d_carry, d_consts = grads
-        return [*d_consts, *d_carry, *with_changes(d_stacks, stacks)]
+            state, _ = self.layers.iterate(step, state._replace(count=counts.start), counts)
+        state = self.finished(state, layer(1))
+        saved, weights = layer_of(self.residuals[0], 0)
+        saved, weights = self.layers.keeping.back(saved), weights or state.arrived
+        grads, left = self.unreduced(state.grads, weights, saved, layer(0))
+        state = self.finished(state._replace(grads=grads, left=left), layer(0))
+        d_carry, d_consts = state.grads
+        return [*d_consts, *d_carry, *with_changes(state.d_stacks, state.stacks)]
 
-    def step(self, first: int, kept: Any, state: tuple, count: Array) -> tuple[tuple, None]:
-        """Computes a layer, and finishes the one before it. `kept` belongs to the loop whose
+    def step(self, first: int, kept: Any, state: _State, count: Array) -> tuple[_State, None]:
+        """Computes a layer, and finishes the one after it. `kept` belongs to the loop whose
         iterations begin with `first`."""
-        grads, arrived, (d_xs, d_gathered), d_stacks, stacks, carried = state
-        at = self.last - 1 - count
-        layer = self.layers.layer(at + 1, self.last - carried)
+        at = self.layers.layer(self.last - 1, -1, count, state.count)
         _, stays = kept
-        read, source = (), ()
+        stacks, read, source = state.stacks, (), ()
         if not stays:
-            source = self.source_at(stacks, self.layers.layer(at - 1, self.last - 2 - carried))
+            source = self.source_at(stacks, at.before)
         if self.hook:
-            read, stacks, source = self.hook.read(stacks, layer, source)
-        ahead, sums = arrived, self.body.summed(d_gathered)
+            read, stacks, source = self.hook.read(stacks, at.after, source)
+        d_xs, d_gathered = state.left
+        ahead, sums = state.arrived, self.body.summed(d_gathered)
         if source:
             ahead, sums = self.ordered(source, sums)
-        done = self.added(d_xs, sums, at + 1)
-        d_stacks = self.stacked(d_stacks, done, at + 1)
-        place = self.layers.turn(at - first, self.last - 1 - first - carried)
-        saved, weights = resting_layer_of(kept, place)
-        saved = self.layers.keeping.back(saved)
-        grads, left = self.unreduced(grads, weights or arrived, saved, at)
+        d_layer = self.added(d_xs, sums, at.after)
+        d_stacks = self.stacked(state.d_stacks, d_layer, at.after)
+        saved, weights = resting_layer_of(kept, at.since(first))
+        saved, weights = self.layers.keeping.back(saved), weights or state.arrived
+        grads, left = self.unreduced(state.grads, weights, saved, at)
         if self.hook:
-            stacks, left = self.hook.finish(stacks, read, done, layer, left)
-        return (grads, ahead, left, d_stacks, stacks, carried + 1), None
+            stacks, left = self.hook.finish(stacks, read, d_layer, at.after, left)
+        return _State(grads, ahead, left, d_stacks, stacks, state.count + 1), None
+
+    def finished(self, state: _State, at: Layer) -> _State:
+        """Reduces the gradients of a layer after the loop, where nothing runs beside."""
+        stacks, read = state.stacks, ()
+        if self.hook:
+            read, stacks, _ = self.hook.read(stacks, at, ())
+        d_layer = self.reduced(state.left, at)
+        d_stacks = self.stacked(state.d_stacks, d_layer, at)
+        if self.hook:
+            stacks, _ = self.hook.finish(stacks, read, d_layer, at, ())
+        return state._replace(d_stacks=d_stacks, stacks=stacks)
 
     def source_at(self, stacks: Changing, at: Layer) -> LayerSource:
         """Returns the sources of one layer's weights, some of them updated by now."""
@@ -435,31 +446,31 @@ class _Backward:
         return self.body.arrive(shards, crossed), sums
 
     def unreduced(
-        self, grads: tuple[list, list], arrived: list[Transit], saved: Saved, at: Index
-    ) -> tuple[tuple[list, list], tuple[list, list]]:
+        self, grads: tuple[list, list], arrived: list[Transit], saved: Saved, at: Layer
+    ) -> tuple[tuple[list, list], Left]:
         """Returns the gradients of carry and constants after one layer's backward, and those left
         to reduce: the gradients of its shards and of its gathered weights."""
         d_carry, d_consts = grads
-        d_layer = [*d_carry, *layer_of(self.d_ys, self.index(at))]
+        d_layer = [*d_carry, *layer_of(self.d_ys, at.i)]
         gathered = self.body.full(arrived)
         d_inputs, d_gathered = self.body.unreduced(self.layer_at(at), gathered, saved, d_layer)
         more, d_carry, d_xs = self.layers.parts(d_inputs)
         return (d_carry, list(map(add, d_consts, more))), (d_xs, d_gathered)
 
-    def reduced(self, left: tuple[list, list], at: Index) -> list[Gradient]:
+    def reduced(self, left: Left, at: Layer) -> list[Gradient]:
         """Returns one layer's gradients, reduce-scattered."""
         d_xs, d_gathered = left
         return self.added(d_xs, self.body.summed(d_gathered), at)
 
-    def added(self, d_xs: list, sums: list[Array | None], at: Index) -> list[Gradient]:
+    def added(self, d_xs: list, sums: list[Array | None], at: Layer) -> list[Gradient]:
         """Returns one layer's gradients, from the reduced ones and those without a reduction."""
         nothing = [None] * len(self.before)
         return self.body.added(self.layer_at(at), [*nothing, *d_xs], sums)[len(nothing) :]
 
-    def stacked(self, d_stacks: list, done: list[Gradient], at: Index) -> list:
+    def stacked(self, d_stacks: list, d_layer: list[Gradient], at: Layer) -> list:
         """Writes one layer's gradients into their stacks."""
-        return with_layer(d_stacks, unchanged(done, self.stacks), self.index(at))
+        return with_layer(d_stacks, unchanged(d_layer, self.stacks), at.i)
 
-    def layer_at(self, at: Index) -> list[Any]:
+    def layer_at(self, at: Layer) -> list[Any]:
         """Returns the inputs of one layer's body."""
-        return [*self.before, *layer_of(as_read(self.xs), self.index(at))]
+        return [*self.before, *layer_of(as_read(self.xs), at.i)]
