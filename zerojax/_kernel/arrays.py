@@ -18,34 +18,34 @@ Gradient = Any  # of a Value, in its structure; None where there is none
 T = TypeVar("T")
 
 
-def vary(
-    values: Sequence[Value], wanted: Sequence[bool]
-) -> tuple[list[Array], Callable[[list[Array]], list[Value]]]:
+def vary(values: T, wanted: PyTree) -> tuple[list[Array], Callable[[list[Array]], T]]:
     """Returns the arrays of `values` to differentiate by, and a function that puts them back.
 
-    For a `Held`, these are its shard, or what a loop changes of it. JAX differentiates by
-    other values only if they are wanted and of a float dtype.
+    `wanted` says which values need a gradient. For a `Held`, these are its shard, or what a loop
+    changes of it. JAX differentiates by other values only if they are of a float dtype.
     """
-    leaves, treedef = jax.tree.flatten(list(values))
-    mask = _varies(values, wanted)
-    fixed = where(leaves, [not m for m in mask])
-    return where(leaves, mask), lambda varied: treedef.unflatten(merge(mask, varied, fixed))
+    leaves, treedef = jax.tree.flatten(values)
+    pairs = list(zip(leaves, _varies(values, wanted), strict=True))
+
+    def join(varied: list[Array]) -> T:
+        arrays = iter(varied)
+        return treedef.unflatten([next(arrays) if varies else x for x, varies in pairs])
+
+    return [x for x, varies in pairs if varies], join
 
 
-def gradients(
-    values: Sequence[Value], wanted: Sequence[bool], varied: Sequence[Array]
-) -> list[Gradient]:
+def gradients(values: T, wanted: PyTree, varied: Sequence[Array]) -> T:
     """Returns gradients in the structure of `values`, None where `vary` left an array out.
 
     They get the dtypes of `values`: a user's own rule may return wider ones, which JAX accepts in
     some places but not in others.
     """
-    leaves, treedef = jax.tree.flatten(list(values))
-    found, pairs = iter(varied), zip(leaves, _varies(values, wanted), strict=True)
-    return treedef.unflatten([next(found).astype(x.dtype) if m else None for x, m in pairs])
+    leaves, treedef = jax.tree.flatten(values)
+    grads, pairs = iter(varied), zip(leaves, _varies(values, wanted), strict=True)
+    return treedef.unflatten([next(grads).astype(x.dtype) if m else None for x, m in pairs])
 
 
-def _varies(values: Sequence[Value], wanted: Sequence[bool]) -> list[bool]:
+def _varies(values: PyTree, wanted: PyTree) -> list[bool]:
     """Returns, for each array of `values`, whether to differentiate by it."""
 
     def mask(value: Value, want: bool) -> Held | bool:
@@ -56,7 +56,8 @@ def _varies(values: Sequence[Value], wanted: Sequence[bool]) -> list[bool]:
             return dataclasses.replace(none, shard=want and is_float(value.shard))
         return dataclasses.replace(none, rest=want, state=(want,) * len(value.state))
 
-    return jax.tree.leaves(list(map(mask, values, wanted)))
+    masks = jax.tree.map(mask, values, wanted, is_leaf=lambda x: isinstance(x, Held))
+    return jax.tree.leaves(masks)
 
 
 def by_hand(
@@ -139,16 +140,6 @@ def zeros_like(value: Array | jax.ShapeDtypeStruct) -> Array | np.ndarray:
     if is_float(value):
         return jnp.zeros(value.shape, value.dtype)
     return np.zeros(value.shape, jax.dtypes.float0)
-
-
-def where(items: Sequence[T], mask: Sequence[bool]) -> list[T]:
-    return [x for x, keep in zip(items, mask, strict=True) if keep]
-
-
-def merge(mask: Sequence[bool], yes: Sequence[T], no: Sequence[T]) -> list[T]:
-    """Returns the items of `yes` where `mask` is true and those of `no` elsewhere, in order."""
-    yes_items, no_items = iter(yes), iter(no)
-    return [next(yes_items) if m else next(no_items) for m in mask]
 
 
 Index = int | Array  # of a layer

@@ -24,9 +24,7 @@ from zerojax._kernel.arrays import (
     add,
     add_held,
     gradients,
-    merge,
     vary,
-    where,
     zeros_like,
 )
 from zerojax._kernel.pieces import Op, Split
@@ -162,6 +160,9 @@ def _is_countable(array: Array) -> bool:
 CROSSED = "zerojax_in_node"  # the name of results of far hops, for policies of `jax.checkpoint`
 Env = dict[Var, Any]  # a variable's value, or the `Held` of a root of shards
 Run = Callable[[Sequence[Op], Env, "How"], None]
+Weights = dict[Var, Array]  # full weights, by their variables in `Split.gathers`
+Sums = dict[int, Array]  # gradients of those among them that have one, by position
+Outs = dict[int, Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,13 +209,15 @@ class Body:
     ) -> None:
         self.split, self.how, self.run, self.lost, self.wrap = split, how, run, lost, wrap
         self.is_weight = [k is not None for k in split.kinds]
-        self.float_outs = [is_float(v.aval) for v in split.outvars]
+        self.float_outs = [k for k, v in enumerate(split.outvars) if is_float(v.aval)]
+        kinds = zip(split.invars, split.kinds, strict=True)
         # What the main part reads beside the frontier: shards for inner loops, and plain inputs.
-        self.rest = [*split.loop_roots, *where(split.invars, [not w for w in self.is_weight])]
+        self.rest = split.loop_roots, [var for var, kind in kinds if kind is None]
 
     def __call__(self, inputs: Sequence[Value]) -> list[Array]:
         """Returns the outputs, to be differentiated by JAX and not by the engine."""
-        gathered = [_travel.obtain(held, cut) for held, cut in self._travellers(inputs)]
+        ways = zip(self.split.gathers, self._travellers(inputs), strict=True)
+        gathered = {var: _travel.obtain(*way) for var, way in ways}
         return self.wrap(self.main)(self.prefix(inputs, gathered), self.rest_of(inputs))
 
     def cross(self, inputs: Sequence[Value | None]) -> list[Transit]:
@@ -227,51 +230,52 @@ class Body:
         pairs = zip(self._travellers(inputs), crossed, strict=True)
         return [_travel.arrive(held, cut, parts) for (held, cut), parts in pairs]
 
-    def full(self, arrived: Sequence[Transit]) -> list[Array]:
+    def full(self, arrived: Sequence[Transit]) -> Weights:
         """Returns the full weights of those that have arrived; sends nothing."""
-        shards = zip(arrived, self.split.gathers.values(), strict=True)
-        return [_travel.full(parts, shard.cut) for parts, shard in shards]
+        shards = zip(self.split.gathers.items(), arrived, strict=True)
+        return {var: _travel.full(parts, shard.cut) for (var, shard), parts in shards}
 
     def gather(
-        self, inputs: Sequence[Value | None], crossed: Sequence[Transit], kept: Env
-    ) -> list[Array]:
+        self, inputs: Sequence[Value | None], crossed: Sequence[Transit], kept: Weights
+    ) -> Weights:
         """Returns the full weights. Those in `kept` are not gathered again."""
         ways = zip(self.split.gathers, self._travellers(inputs), crossed, strict=True)
-        return [
-            kept[var] if var in kept else _travel.full(_travel.arrive(held, cut, parts), cut)
+        return {
+            var: kept[var] if var in kept else _travel.full(_travel.arrive(held, cut, parts), cut)
             for var, (held, cut), parts in ways
-        ]
+        }
 
     def _travellers(self, inputs: Sequence[Value | None]) -> Iterator[tuple[Held, Cut]]:
         """Yields the weights to gather. Each takes its view when its turn comes."""
         held = self._by_var(inputs)
         return ((shard.of(held[shard.root]), shard.cut) for shard in self.split.gathers.values())
 
-    def prefix(self, inputs: Sequence[Value], gathered: Sequence[Array]) -> list[Array]:
+    def prefix(self, inputs: Sequence[Value], gathered: Weights) -> list[Array]:
         """Returns the frontier: gathered weights, and values computed from weights only."""
-        env: Env = {**self.split.constants, **self._by_var(inputs)}
-        write(env, [*self.split.gathers], gathered)
+        env: Env = {**self.split.constants, **self._by_var(inputs), **gathered}
         for eqn in self.split.prefix:
             write(env, eqn.outvars, _compat.bind(eqn, read(env, eqn.invars)))
         return [env[v] for v in self.split.frontier]
 
-    def main(self, frontier: Sequence[Array], rest: Sequence[Value]) -> list[Array]:
+    def main(self, frontier: Sequence[Array], rest: tuple[list[Value], list[Value]]) -> list[Array]:
         """Returns the outputs."""
-        env: Env = dict(zip([*self.split.frontier, *self.rest], [*frontier, *rest], strict=True))
+        env: Env = dict(zip(self.split.frontier, frontier, strict=True))
+        for variables, values in zip(self.rest, rest, strict=True):
+            write(env, variables, values)
         self.run(self.split.main, env, self.how)
         return read_arrays(env, self.split.outvars)
 
     def _by_var(self, inputs: Sequence[Any]) -> Env:
         return dict(zip(self.split.invars, inputs, strict=True))
 
-    def rest_of(self, inputs: Sequence[Any]) -> list[Any]:
-        by_var = self._by_var(inputs)
-        return [by_var[v] for v in self.rest]
+    def rest_of(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        by_var, (roots, plain) = self._by_var(inputs), self.rest
+        return [by_var[v] for v in roots], [by_var[v] for v in plain]
 
     # -- forward
 
     def forward(
-        self, inputs: Sequence[Value], gathered: Sequence[Array], wanted: Sequence[bool]
+        self, inputs: Sequence[Value], gathered: Weights, wanted: Sequence[bool]
     ) -> tuple[list[Array], Saved]:
         """Returns the outputs, and the residuals of the main part that backward cannot make itself.
 
@@ -281,18 +285,14 @@ class Body:
         varies = self._frontier_varies(wanted)
         rest, join_rest = vary(self.rest_of(inputs), self.rest_of(wanted))
 
-        def vjp_of(frontier: Sequence[Array]) -> tuple[list[Array], Any, list[Array]]:
-            varied, join = vary([*frontier], varies)
+        varied, join = vary(frontier, varies)
 
-            def main(varied: list, varied_rest: list) -> tuple[list, list]:
-                outs = self.wrap(self.main)(join(varied), join_rest(varied_rest))
-                floats = [is_float(x) for x in outs]
-                return where(outs, floats), where(outs, [not f for f in floats])
+        def main(varied: list[Array], varied_rest: list[Array]) -> tuple[Outs, Outs]:
+            outs = dict(enumerate(self.wrap(self.main)(join(varied), join_rest(varied_rest))))
+            return {k: outs.pop(k) for k in self.float_outs}, outs
 
-            return jax.vjp(main, varied, rest, has_aux=True)
-
-        float_outs, vjp, other_outs = vjp_of(frontier)
-        outs = merge(self.float_outs, float_outs, other_outs)
+        float_outs, vjp, other_outs = jax.vjp(main, varied, rest, has_aux=True)
+        outs = [x for _, x in sorted((float_outs | other_outs).items())]
         return outs, strip(vjp, self.known(frontier, inputs), wanted)
 
     def known(self, frontier: Sequence[Array], inputs: Sequence[Value]) -> list[Array | None]:
@@ -306,7 +306,7 @@ class Body:
     def backward(
         self,
         inputs: Sequence[Value],
-        gathered: Sequence[Array],
+        gathered: Weights,
         saved: Saved,
         cts: Sequence[Array | None],
     ) -> list[Gradient]:
@@ -320,10 +320,10 @@ class Body:
     def unreduced(
         self,
         inputs: Sequence[Value],
-        gathered: Sequence[Array],
+        gathered: Weights,
         saved: Saved,
         cts: Sequence[Array | None],
-    ) -> tuple[list[Gradient], list[Array | None]]:
+    ) -> tuple[list[Gradient], Sums]:
         """Returns the gradients of the inputs without the part that comes through gathered weights,
         and the gradients of these weights, not yet reduced over the devices.
 
@@ -336,50 +336,49 @@ class Body:
             want and is_weight and not isinstance(x, Held)
             for x, want, is_weight in zip(inputs, saved.wanted, self.is_weight, strict=True)
         ]
-        sources, wanted = [*gathered, *inputs], [*self._want_gathered(saved.wanted), *want_full]
+        sources = [*gathered.values()], [*inputs]
+        wanted = self._want_gathered(saved.wanted), want_full
         varied, join = vary(sources, wanted)
 
-        def prefix(varied: list) -> list[Array]:
-            values: list = join(varied)
-            return self.prefix(values[len(gathered) :], values[: len(gathered)])
+        def prefix(varied: list[Array]) -> list[Array]:
+            weights, inputs = join(varied)
+            return self.prefix(inputs, dict(zip(gathered, weights, strict=True)))
 
         frontier, prefix_vjp = jax.vjp(prefix, varied)
         vjp = restore(saved, self.known(frontier, inputs))
-        d_varied, d_inputs = vjp(where(cts, self.float_outs))
+        d_varied, d_inputs = vjp({k: cts[k] for k in self.float_outs})
         d_frontier = gradients(frontier, self._frontier_varies(saved.wanted), d_varied)
         pairs = zip(frontier, d_frontier, strict=True)
         (d_prefix,) = prefix_vjp([zeros_like(x) if d is None else d for x, d in pairs])
-        d_sources = gradients(sources, wanted, d_prefix)
-        d_rest = gradients(self.rest_of(inputs), self.rest_of(saved.wanted), d_inputs)
-        totals = self._by_var(d_sources[len(gathered) :])
-        for var, grad in zip(self.rest, d_rest, strict=True):
-            totals[var] = add_held(totals[var], grad) if isinstance(grad, Held) else grad
-        d_gathered = d_sources[: len(gathered)]
+        d_weights, d_full = gradients(sources, wanted, d_prefix)
+        d_roots, d_plain = gradients(self.rest_of(inputs), self.rest_of(saved.wanted), d_inputs)
+        totals, (roots, plain) = self._by_var(d_full), self.rest
+        for var, grad in zip(roots, d_roots, strict=True):
+            totals[var] = add_held(totals[var], grad)
+        write(totals, plain, d_plain)
+        d_gathered = {k: grad for k, grad in enumerate(d_weights) if grad is not None}
         # On CPUs, narrow gradients wait for the loops: see the note above.
-        if self.how.by_data and any(x is not None and x.dtype.itemsize < 4 for x in d_gathered):
-            d_gathered = wait(
-                d_gathered, mark(jax.tree.leaves(d_rest[: len(self.split.loop_roots)]))
-            )
+        if self.how.by_data and any(x.dtype.itemsize < 4 for x in d_gathered.values()):
+            d_gathered = wait(d_gathered, mark(jax.tree.leaves(d_roots)))
         return list(totals.values()), d_gathered
 
-    def summed(self, d_gathered: Sequence[Array | None]) -> list[Array | None]:
+    def summed(self, d_gathered: Sums) -> Sums:
         """Reduces the gradients of gathered weights. They keep the dtypes of the wire."""
-        there = [grad is not None for grad in d_gathered]
-        cuts = where([shard.cut for shard in self.split.gathers.values()], there)
-        sums = _travel.summed([grad for grad in d_gathered if grad is not None], cuts)
-        return merge(there, sums, [None] * len(there))
+        cuts = [shard.cut for shard in self.split.gathers.values()]
+        sums = _travel.summed([*d_gathered.values()], [cuts[k] for k in d_gathered])
+        return dict(zip(d_gathered, sums, strict=True))
 
     def added(
-        self, inputs: Sequence[Value], grads: Sequence[Gradient], sums: Sequence[Array | None]
+        self, inputs: Sequence[Value], grads: Sequence[Gradient], sums: Sums
     ) -> list[Gradient]:
         """Adds the reduced gradients to those of the inputs."""
         held, totals = self._by_var(inputs), self._by_var(grads)
-        for shard, grad in zip(self.split.gathers.values(), sums, strict=True):
-            if grad is not None:
-                seen, to_root = jax.vjp(shard.view, held[shard.root].shard)
-                (grad,) = to_root(grad.astype(seen.dtype))
-                total = totals[shard.root]
-                totals[shard.root] = dataclasses.replace(total, shard=add(total.shard, grad))
+        shards = [*self.split.gathers.values()]
+        for shard, grad in ((shards[k], grad) for k, grad in sums.items()):
+            seen, to_root = jax.vjp(shard.view, held[shard.root].shard)
+            (grad,) = to_root(grad.astype(seen.dtype))
+            total = totals[shard.root]
+            totals[shard.root] = dataclasses.replace(total, shard=add(total.shard, grad))
         return list(totals.values())
 
     # -- what to differentiate by

@@ -20,8 +20,6 @@ from zerojax._kernel.arrays import (
     by_hand,
     changing,
     float_cotangents,
-    merge,
-    where,
 )
 from zerojax._kernel.body import (
     AS_IT_IS,
@@ -175,7 +173,7 @@ class ScopeCode:
         crossed = body.cross(inputs)
         gathered = body.gather(inputs, crossed, {})
         outs, saved = body.forward(inputs, gathered, wanted)
-        still_there = where(gathered, [v in self.kept for v in body.split.gathers])
+        still_there = [gathered[v] for v in self.kept]
         done = mark(outs) if self.how.by_data or self.waits else None
         return outs, (saved, crossed, still_there, done)
 
@@ -221,18 +219,18 @@ def _tied(
 ) -> tuple[list[Value], list[Transit], list[Any]]:
     """Keeps backward's all-gathers, which read the inputs that `tie` says, behind forward. See the
     note in `body.py`."""
-    shards, others = where(inputs, tie), where(inputs, [not t for t in tie])
-    read: Any = as_read(shards), crossed
+    read: Any = {k: x for k, x in enumerate(as_read(inputs)) if tie[k]}, crossed
     if done is None:
         read, cts = lax.optimization_barrier((read, cts))
     else:
         read = wait(read, done)
     now, crossed = read
-    shards = [
-        dataclasses.replace(x, shard=y.shard, rest=y.rest) if isinstance(x, Held) else y
-        for x, y in zip(shards, now, strict=True)
-    ]
-    return merge(tie, shards, others), crossed, cts
+    inputs = list(inputs)
+    for k, x in now.items():
+        was = inputs[k]
+        changes = isinstance(was, Held)
+        inputs[k] = dataclasses.replace(was, shard=x.shard, rest=x.rest) if changes else x
+    return inputs, crossed, cts
 
 
 def checkpoint_like(scope: Scope) -> Callable[[Callable], Callable]:

@@ -34,10 +34,9 @@ from zerojax._kernel.arrays import (
     float_cotangents,
     layer_of,
     resting_layer_of,
-    where,
     with_layer,
 )
-from zerojax._kernel.body import AS_IT_IS, Body, How, Run, Saved
+from zerojax._kernel.body import AS_IT_IS, Body, How, Run, Saved, Sums
 from zerojax._kernel.pieces import Loop
 from zerojax._kernel.travel import Held, Transit
 from zerojax._types import is_float
@@ -95,7 +94,7 @@ class Layers:
             crossed = self.body.cross(layer)
             gathered = self.body.gather(layer, crossed, {})
             outs, saved = self.body.forward(layer, gathered, wanted)
-            full = where(gathered, [v in self.kept_weights for v in self.body.split.gathers])
+            full = [gathered[v] for v in self.kept_weights]
             return outs[:num_carry], (outs[num_carry:], ((self.keeping.put(saved), full), crossed))
 
         carry, (ys, kept) = self.scan(step, carry, xs, reverse=self.loop.reverse)
@@ -321,7 +320,7 @@ class PrefetchedLayers(Layers):
         return [*[None] * self.first_x, *shards]
 
 
-Left = tuple[list[Gradient], list[Array | None]]  # of a layer's shards and gathered weights
+Left = tuple[list[Gradient], Sums]  # of a layer's shards and gathered weights
 
 
 class _State(NamedTuple):
@@ -425,9 +424,7 @@ class _Backward:
         shards = self.layers.shards_at(resting(as_read(self.xs), rest), at)
         return shards, layer_of(self.crossed, at.i)
 
-    def ordered(
-        self, source: LayerSource, sums: list[Array | None]
-    ) -> tuple[list[Transit], list[Array | None]]:
+    def ordered(self, source: LayerSource, sums: Sums) -> tuple[list[Transit], Sums]:
         """Returns the next weights as they arrive, and the sums of gradients, in order.
 
         With `in_turn`, each weight waits for its own gradient, and then takes the gradient's
@@ -438,11 +435,12 @@ class _Backward:
         """
         if not self.in_turn:
             return lax.optimization_barrier((self.body.arrive(*source), sums))
-        shards, crossed, sums = list(source[0]), list(source[1]), list(sums)
+        shards, crossed, sums = list(source[0]), list(source[1]), dict(sums)
         for i, shard in enumerate(self.body.split.gathers.values()):
             at = self.body.split.invars.index(shard.root)
-            tied = lax.optimization_barrier((shards[at], crossed[i], sums[i]))
-            shards[at], crossed[i], sums[i] = tied
+            mine = {i: sums[i]} if i in sums else {}
+            shards[at], crossed[i], mine = lax.optimization_barrier((shards[at], crossed[i], mine))
+            sums |= mine
         return self.body.arrive(shards, crossed), sums
 
     def unreduced(
@@ -462,7 +460,7 @@ class _Backward:
         d_xs, d_gathered = left
         return self.added(d_xs, self.body.summed(d_gathered), at)
 
-    def added(self, d_xs: list, sums: list[Array | None], at: Layer) -> list[Gradient]:
+    def added(self, d_xs: list, sums: Sums, at: Layer) -> list[Gradient]:
         """Returns one layer's gradients, from the reduced ones and those without a reduction."""
         nothing = [None] * len(self.before)
         return self.body.added(self.layer_at(at), [*nothing, *d_xs], sums)[len(nothing) :]
