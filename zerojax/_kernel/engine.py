@@ -56,30 +56,30 @@ class SplitLoss:
     def __init__(self, jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> None:
         """Pass inputs whose kind is a `Cut` as `Held`, and the others as plain arrays."""
         self.jaxpr, self.kinds = jaxpr, kinds
-        self.scope = split(jaxpr, (), kinds, pull=False)
+        self.split = split(jaxpr, (), kinds, pull=False)
 
     def __call__(self, inputs: Sequence[Value], how: How) -> list[Array]:
         # As in loops that prefetch, backward starts with the weights that forward ended with.
-        kept = self.scope.read_last if how.prefetch else ()
-        return ScopeCode(self.scope, how, kept=kept)(inputs)
+        kept = self.split.read_last if how.prefetch else ()
+        return ScopeCode(self.split, how, kept=kept)(inputs)
 
     @property
     def gathered_dtypes(self) -> list[DTypeLike | None]:
         """The widest dtype in which each input is gathered: its own, or the one that the loss casts
         it to. None for inputs that are not gathered."""
-        wide = {v: max(d, key=lambda d: d.itemsize) for v, d in dtypes_of(self.scope).items()}
+        wide = {v: max(d, key=lambda d: d.itemsize) for v, d in dtypes_of(self.split).items()}
         return [wide.get(var) for var in self.jaxpr.invars]
 
     @property
     def loops(self) -> list[Loop]:
         """The loops over layers that scan parameters."""
-        return [op for op in self.scope.main if isinstance(op, Loop)]
+        return [op for op in self.split.main if isinstance(op, Loop)]
 
     @property
     def scanned_alone(self) -> list[bool]:
         """Returns, for each input, whether one loop scans it unchanged and nothing else reads it.
         That loop then has all of a layer's gradient."""
-        shards = [*self.scope.gathers.values(), *shards_read(self.scope.main)]
+        shards = [*self.split.gathers.values(), *shards_read(self.split.main)]
         reads = Counter(shard.root for shard in shards)
         scanned = set()
         for loop in self.loops:
@@ -106,8 +106,8 @@ def run(ops: Sequence[Op], env: Env, how: How) -> None:
                 repeats = len(scopes) > 1 and _only_computes(op, inputs)
                 key = id(op.split), repeats
                 if key not in codes:
-                    split = split_of(scopes)
-                    codes[key] = ScopeCode(split, how, checkpoint_like(op), repeats=repeats)
+                    wrap = checkpoint_like(op)
+                    codes[key] = ScopeCode(split_of(scopes), how, wrap, repeats=repeats)
                 with _named(op):
                     outs = codes[key](inputs)
             case Loop():
@@ -137,7 +137,7 @@ class ScopeCode:
 
     def __init__(
         self,
-        scope: Split,
+        split: Split,
         how: How,
         wrap: Callable[[Callable], Callable] = lambda f: f,
         *,
@@ -145,25 +145,21 @@ class ScopeCode:
         repeats: bool = False,
     ) -> None:
         self.how, self.kept = how, kept
-        self.body = Body(scope, how, run, wrap=wrap)
+        self.body = Body(split, how, run, wrap=wrap)
         # A loss in chunks leaves backward nothing to wait for. XLA would then run forward's chunks
         # last, for the loss alone, and the kept head would stay until then: 1 GiB of Llama-8B.
-        self.waits = bool(kept) and scope.ends_again
-        self.by_hand = bool(scope.frontier) and how.regather
+        self.waits = bool(kept) and split.ends_again
+        self.by_hand = bool(split.frontier) and how.regather
         # A function that JAX differentiates itself may be inside another scope, which knows its
         # residuals by identity. A jitted function returns other objects.
-        self.is_jitted = repeats and (self.by_hand or not how.regather)
-        self.jitted_forward = jax.jit(self.forward, static_argnums=1)
-        self.jitted_backward = jax.jit(self.backward)
-        self.jitted_plain = jax.jit(self.plain)
+        if repeats and (self.by_hand or not how.regather):
+            self.plain, self.backward = jax.jit(self.plain), jax.jit(self.backward)
+            self.forward = jax.jit(self.forward, static_argnums=1)
 
     def __call__(self, inputs: Sequence[Value]) -> list[Array]:
-        plain, forward = self.plain, self.forward
-        if self.is_jitted:
-            plain, forward = self.jitted_plain, self.jitted_forward
         if not self.by_hand:
-            return plain(list(inputs))
-        return by_hand(plain, forward, self.instantiating, inputs)
+            return self.plain(list(inputs))
+        return by_hand(self.plain, self.forward, self.instantiating, inputs)
 
     def plain(self, inputs: list[Value]) -> list[Array]:
         return self.body(inputs)
@@ -179,8 +175,7 @@ class ScopeCode:
 
     def instantiating(self, inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Gradient]:
         cts = float_cotangents(cts, [v.aval for v in self.body.split.outvars])
-        backward = self.jitted_backward if self.is_jitted else self.backward
-        return backward(inputs, residuals, cts)
+        return self.backward(inputs, residuals, cts)
 
     def backward(self, inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Gradient]:
         body, (saved, crossed, still_there, done) = self.body, residuals

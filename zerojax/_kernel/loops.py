@@ -355,7 +355,7 @@ class _Backward:
         self.last = layers.loop.length - 1
         cuts = [shard.cut for shard in layers.loop.split.gathers.values()]
         # Nothing waits for quantized gradients: each takes two messages, with compute between them.
-        coded = not all(cut.reduce.codec.adds for cut in cuts)
+        coded = not all(cut.reduce.codec.sums is None for cut in cuts)
         in_pieces = nbytes([*layers.loop.split.gathers]) > layers.how.in_turn_above
         self.in_turn = in_pieces and not coded
 

@@ -49,7 +49,7 @@ def split(
     first); without, the remat gathers for itself if it can. `checkpointed` says that the main part
     will run under `jax.checkpoint`.
     """
-    splitter = Splitter(pull, checkpointed)
+    splitter = Splitter(pull)
     for var, kind in zip(jaxpr.invars, kinds, strict=True):
         splitter.kinds[var] = Shard(var, kind) if isinstance(kind, Cut) else kind
     splitter.inliner.constants.update(zip(jaxpr.constvars, consts, strict=True))
@@ -57,7 +57,7 @@ def split(
     eqns = splitter.inline(jaxpr.eqns)
     splitter.find_readers(eqns, [splitter.inliner.named(v) for v in jaxpr.outvars])
     for eqn in eqns:
-        splitter.visit(eqn, main)
+        splitter.visit(eqn, main, checkpointed)
     outvars = [splitter.gathered_once(splitter.inliner.named(v)) for v in jaxpr.outvars]
     main = alive(main, outvars, reads_of)
     read = [v for op in main for v in reads_of(op)]
@@ -82,8 +82,8 @@ def split(
 class Splitter:
     """Visits the equations of one jaxpr, and sorts them into prefix and main part."""
 
-    def __init__(self, pull: bool, checkpointed: bool) -> None:
-        self.pull, self.checkpointed = pull, checkpointed
+    def __init__(self, pull: bool) -> None:
+        self.pull = pull
         self.inliner = Inliner()
         self.kinds: dict[Var, Kind] = {}
         self.gathers: dict[Var, Shard] = {}
@@ -131,7 +131,7 @@ class Splitter:
 
     # -- one equation
 
-    def visit(self, eqn: JaxprEqn, main: list[Op]) -> None:
+    def visit(self, eqn: JaxprEqn, main: list[Op], checkpointed: bool) -> None:
         # A remat that was taken apart may have renamed the operands of this equation.
         eqn = self.inliner.resolved(eqn)
         name = eqn.primitive.name
@@ -153,9 +153,9 @@ class Splitter:
         elif name == "scan" and self.scans_weights(eqn):
             main.append(self.loop(eqn))
         else:
-            self.visit_plain(eqn, main)
+            self.visit_plain(eqn, main, checkpointed)
 
-    def visit_plain(self, eqn: JaxprEqn, main: list[Op]) -> None:
+    def visit_plain(self, eqn: JaxprEqn, main: list[Op], checkpointed: bool) -> None:
         invars = [self.gathered_once(v) for v in eqn.invars]
         kinds = {self.kind(v) for v in invars}
         eqn = eqn.replace(invars=invars)
@@ -168,7 +168,7 @@ class Splitter:
             # jax.checkpoint it goes into the main part too, which keeps nothing for backward
             # anyway. In the frontier the mask would be an input of the checkpoint, behind its
             # barrier: an array in memory instead of part of a fusion.
-            if self.checkpointed and WEIGHT not in kinds:
+            if checkpointed and WEIGHT not in kinds:
                 main.append(eqn)
         else:
             main.append(eqn)
@@ -211,12 +211,10 @@ class Splitter:
         # Visits its equations as if the loop body had them. Those that need only weights join the
         # body's prefix, where the loop gathers; the others become the main part of the remat.
         ops: list[Op] = []
-        outside, self.checkpointed = self.checkpointed, True
         inside = self.inline(self.inliner.expand(eqn))
         self.find_readers(inside, ())
         for inner in inside:
-            self.visit(inner, ops)
-        self.checkpointed = outside
+            self.visit(inner, ops, checkpointed=True)
         made_here = {v for op in ops for v in op.outvars}
         outvars = [v for v in eqn.outvars if v in made_here]
         ops = alive(ops, outvars, reads_of)

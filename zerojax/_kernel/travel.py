@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,21 +32,25 @@ class Codec(Protocol):
     Codecs are static arguments, so they are hashable.
     """
 
-    adds: bool  # whether a reduce-scatter can add encoded arrays, each of one part
-
     def encode(self, array: Array) -> Parts: ...
 
     def decode(self, parts: Parts) -> Array: ...
 
-    # A codec that does not add has `sums(arrays, cuts, codecs, axes)` too, which reduce-scatters
-    # several arrays over `axes` and returns decoded shards. It sums over the axes in `Route.coded`.
+    @property
+    def sums(self) -> "Sums | None":
+        """None if a reduce-scatter can add encoded arrays, each of one part."""
+        ...
+
+
+# Reduce-scatters several arrays over axes, each as its own codec writes it; returns decoded shards.
+Sums = Callable[[Sequence[Array], Sequence["Cut"], Sequence[Codec], Sequence[str]], list[Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
     """Sends floats in `dtype` (None: their own), everything else unchanged."""
 
-    adds = True
+    sums = None
     dtype: DTypeLike | None = None
 
     def encode(self, array: Array) -> Parts:
@@ -101,7 +105,7 @@ class Route:
 
     def coded_over(self, axes: tuple[str, ...]) -> "Route":
         """Returns the route of a gradient that is quantized only over these of its axes."""
-        if self.codec.adds:
+        if self.codec.sums is None:
             return self
         return dataclasses.replace(self, coded=axes, codec=self.codec if axes else EXACT)
 
@@ -298,20 +302,20 @@ def reduced(grads: Sequence[Array], cuts: Sequence[Cut], routes: Sequence[Route]
 
     A reduce-scatter cannot add the output of some codecs: such gradients travel in one message.
     """
-    sums, together = list(grads), defaultdict[tuple[Hop, ...], list[int]](list)
+    sums, together = list(grads), defaultdict[tuple[Sums, tuple[Hop, ...]], list[int]](list)
     for at, (grad, cut, route) in enumerate(zip(grads, cuts, routes, strict=True)):
         sums[at] = with_padding(grad, cut.dim, route.padding)
-        if route.codec.adds:
+        if (sum_coded := route.codec.sums) is None:
             sums[at] = _sum(sums[at], cut, route)
         else:
-            together[route.hops].append(at)
-    for hops, places in together.items():
-        codecs: list[Any] = [routes[at].codec for at in places]
+            together[sum_coded, route.hops].append(at)
+    for (sum_coded, hops), places in together.items():
+        codecs = [routes[at].codec for at in places]
         own = [cuts[at] for at in places]
         parts = [sums[at] for at in places]
         for axes, is_coded in hops:
             if is_coded:
-                parts = codecs[0].sums(parts, own, codecs, axes)
+                parts = sum_coded(parts, own, codecs, axes)
             else:
                 parts = [_scattered(x, cut, axes) for x, cut in zip(parts, own, strict=True)]
         for at, part in zip(places, parts, strict=True):

@@ -31,7 +31,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from zerojax._kernel.places import LeafPlan
-from zerojax._kernel.travel import Exact, Parts
+from zerojax._kernel.travel import Codec, Exact, Parts
 from zerojax._specs import Axes, names_in
 
 LARGEST_CODES = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -58,7 +58,6 @@ class QuantizedWire:
         QuantizedWire(dtype='int8', block=256)
     """
 
-    adds = False
     dtype: str = "int8"
     block: int = 256
 
@@ -108,12 +107,9 @@ class QuantizedWire:
         values = blocks.astype(jnp.float32) * scale[..., None]
         return values.reshape(*scale.shape[:-1], -1)
 
+    @staticmethod
     def sums(
-        self,
-        grads: Sequence[Array],
-        cuts: Sequence[Any],
-        codecs: Sequence["QuantizedWire"],
-        axes: Axes,
+        grads: Sequence[Array], cuts: Sequence[Any], codecs: Sequence[Codec], axes: Sequence[str]
     ) -> list[Array]:
         """Returns this device's part, along the dimension of its cut, of the sum of each gradient.
 
@@ -138,7 +134,7 @@ class QuantizedWire:
 
 
 def _hop(
-    arrays: Sequence[Array], dims: Sequence[int], codecs: Sequence[QuantizedWire], axis: str
+    arrays: Sequence[Array], dims: Sequence[int], codecs: Sequence[Codec], axis: str
 ) -> list[Array]:
     """Returns this device's part, along its dimension, of the sum of each array over an axis."""
     size = lax.axis_size(axis)
