@@ -14,15 +14,15 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
-from zerojax._kernel.body import AS_IT_IS, Keeping, Saved
+from zerojax._kernel.body import Saved
 from zerojax._plan.plan import Plan
 from zerojax._types import is_key
 
 LEAST_MOVED = 2**16  # bytes; smaller arrays would save nothing elsewhere, and be slow to send
 
 
-def kept(plan: Plan, activations: Sequence[str]) -> Keeping:
-    """Returns where loops keep their activations until backward."""
+def kept(plan: Plan, activations: Sequence[str]) -> "Kept | None":
+    """Returns where loops keep their activations until backward, None if as they are."""
     free = [axis for axis in plan.mesh.axis_names if axis not in plan.batch_axes]
     for name in activations:
         if name != "host" and name not in free:
@@ -33,11 +33,11 @@ def kept(plan: Plan, activations: Sequence[str]) -> Keeping:
                 f"which the batch is not split: {axes}."
             )
     over = tuple(name for name in activations if name != "host")
-    return Kept("host" in activations, over) if activations else AS_IT_IS
+    return Kept("host" in activations, over) if activations else None
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept(Keeping):
+class Kept:
     """Activations rest until backward in `host` memory, in parts `over` mesh axes, or both."""
 
     host: bool = False

@@ -22,7 +22,7 @@ from jax.tree_util import register_dataclass
 from zerojax import _compat
 from zerojax._features import host_state as _host_state
 from zerojax._jaxprs import is_var
-from zerojax._kernel.arrays import Changing, Layer, sliced, written
+from zerojax._kernel.arrays import Layer, sliced, written
 from zerojax._kernel.places import LeafPlan, by_layer
 from zerojax._kernel.travel import Held
 from zerojax._plan.encodings import as_float, as_stored
@@ -301,6 +301,7 @@ def _why_not(leaf: LeafPlan) -> str:
 # -- in the loop over layers that has their gradients
 
 T = TypeVar("T")
+Changing: TypeAlias = dict[int, tuple[Array, ...]]  # by position: a parameter and its state
 Layers: TypeAlias = dict[int, list[Array]]  # by the position of their parameter
 
 

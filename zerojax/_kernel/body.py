@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -72,21 +72,19 @@ def restore(saved: Saved, known: Sequence[Array | None]) -> Callable:
     return saved.treedef.unflatten(leaves)
 
 
-class Keeping:
-    """Where a loop keeps what backward needs of each layer: here, unchanged on the devices."""
+class Keeping(Protocol):
+    """Where a loop keeps what backward needs of each layer, if not as it is on the devices."""
 
-    host = False
+    @property
+    def host(self) -> bool: ...
 
     def put(self, saved: Saved) -> Saved:
         """Moves the residuals of one layer to where they rest."""
-        return saved
+        ...
 
     def back(self, saved: Saved) -> Saved:
         """Brings the residuals back."""
-        return saved
-
-
-AS_IT_IS = Keeping()
+        ...
 
 
 # [Note: why backward waits]
@@ -185,7 +183,7 @@ class How:
     in_turn_above: float = math.inf
     by_data: bool = False
     in_loop: bool = False
-    keeping: Keeping = AS_IT_IS
+    keeping: Keeping | None = None
     updates: Callable[[Mapping[int, Held]], Hook] | None = None
     counted: Callable[[], bool] = dataclasses.field(default=lambda: True, compare=False)
 

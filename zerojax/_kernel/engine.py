@@ -22,7 +22,6 @@ from zerojax._kernel.arrays import (
     float_cotangents,
 )
 from zerojax._kernel.body import (
-    AS_IT_IS,
     CROSSED,
     Body,
     Env,
@@ -189,10 +188,10 @@ class ScopeCode:
 def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
     """Runs a scan over layers. Backward gathers their weights again, or forward keeps them."""
     prefetches = how.prefetch and how.regather and loop.split.gathers and loop.length > 1
-    if how.keeping.host or any(map(_compat.is_on_host, jax.tree.leaves(inputs))):
+    if (how.keeping and how.keeping.host) or any(map(_compat.is_on_host, jax.tree.leaves(inputs))):
         loop = dataclasses.replace(loop, unroll=1)  # unrolled, XLA finds no layers of such stacks
     layers = (PrefetchedLayers if prefetches else Layers)(loop, how, run)
-    if not how.regather and how.keeping == AS_IT_IS:  # JAX keeps all of it
+    if not how.regather and how.keeping is None:  # JAX keeps all of it
         return layers.forward(inputs)
 
     def saving(inputs: list[Value], wanted: tuple[bool, ...]) -> tuple[list[Array], Any]:

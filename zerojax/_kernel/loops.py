@@ -8,7 +8,7 @@ the layer with it. See the note in `body.py`.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -36,7 +36,7 @@ from zerojax._kernel.arrays import (
     resting_layer_of,
     with_layer,
 )
-from zerojax._kernel.body import AS_IT_IS, Body, How, Run, Saved, Sums
+from zerojax._kernel.body import Body, How, Run, Saved, Sums
 from zerojax._kernel.pieces import Loop
 from zerojax._kernel.travel import Held, Transit
 from zerojax._types import is_float
@@ -56,8 +56,11 @@ class Layers:
         self.how = how
         # Residuals leave the devices only as whole layers. Older XLA cannot match a reversed loop's
         # writes to host memory, so there they stay.
-        unfound = how.keeping.host and loop.reverse and not how.counted()
-        self.keeping = AS_IT_IS if how.in_loop or unfound else how.keeping
+        keeping = None if how.in_loop else how.keeping
+        if keeping and keeping.host and loop.reverse and not how.counted():
+            keeping = None
+        self.put: Callable[[Saved], Saved] = keeping.put if keeping else lambda saved: saved
+        self.back: Callable[[Saved], Saved] = keeping.back if keeping else lambda saved: saved
         self.body = Body(loop.split, dataclasses.replace(how, in_loop=True), run, lost=lost)
         # Weights that backward does not gather again; those without a route are there anyway.
         gathers = loop.split.gathers.items()
@@ -95,7 +98,7 @@ class Layers:
             gathered = self.body.gather(layer, crossed, {})
             outs, saved = self.body.forward(layer, gathered, wanted)
             full = [gathered[v] for v in self.kept_weights]
-            return outs[:num_carry], (outs[num_carry:], ((self.keeping.put(saved), full), crossed))
+            return outs[:num_carry], (outs[num_carry:], ((self.put(saved), full), crossed))
 
         carry, (ys, kept) = self.scan(step, carry, xs, reverse=self.loop.reverse)
         return [*carry, *ys], kept
@@ -121,7 +124,7 @@ class Layers:
             inputs = [*consts, *types, *resting(xs, rest)]
             kept = dict(zip(self.kept_weights, full, strict=True))
             gathered = self.body.gather(inputs, crossed, kept)
-            saved = self.keeping.back(saved)
+            saved = self.back(saved)
             d_inputs = self.body.backward(inputs, gathered, saved, [*d_carry, *d_ys])
             more, d_carry, d_xs = self.parts(d_inputs)
             if hook:
@@ -283,7 +286,7 @@ class PrefetchedLayers(Layers):
             ahead = self.body.arrive(shards, crossed)
             carry, (ys, saved) = iteration(carry, arrived, at)
             stacks = with_layer(stacks, crossed, at.after.i)
-            kept = self.keeping.put(saved), arrived if keeps else []
+            kept = self.put(saved), arrived if keeps else []
             return (carry, ahead, waiting, stacks, count + 1), (ys, kept)
 
         shards = [self.shards_at(xs, self.layer(at)) for at in range(1 + early)]
@@ -378,7 +381,7 @@ class _Backward:
             state, _ = self.layers.iterate(step, state._replace(count=counts.start), counts)
         state = self.finished(state, layer(1))
         saved, weights = layer_of(self.residuals[0], 0)
-        saved, weights = self.layers.keeping.back(saved), weights or state.arrived
+        saved, weights = self.layers.back(saved), weights or state.arrived
         grads, left = self.unreduced(state.grads, weights, saved, layer(0))
         state = self.finished(state._replace(grads=grads, left=left), layer(0))
         d_carry, d_consts = state.grads
@@ -401,7 +404,7 @@ class _Backward:
         d_layer = self.added(d_xs, sums, at.after)
         d_stacks = self.stacked(state.d_stacks, d_layer, at.after)
         saved, weights = resting_layer_of(kept, at.since(first))
-        saved, weights = self.layers.keeping.back(saved), weights or state.arrived
+        saved, weights = self.layers.back(saved), weights or state.arrived
         grads, left = self.unreduced(state.grads, weights, saved, at)
         if self.hook:
             stacks, left = self.hook.finish(stacks, read, d_layer, at.after, left)
