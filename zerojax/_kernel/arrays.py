@@ -34,7 +34,7 @@ def vary(values: T, wanted: PyTree) -> tuple[list[Array], Callable[[list[Array]]
     return [x for x, varies in pairs if varies], join
 
 
-def gradients(values: T, wanted: PyTree, varied: Sequence[Array]) -> T:
+def gradients(values: PyTree, wanted: PyTree, varied: Sequence[Array]) -> PyTree:
     """Returns gradients in the structure of `values`, None where `vary` left an array out.
 
     They get the dtypes of `values`: a user's own rule may return wider ones, which JAX accepts in
@@ -277,6 +277,9 @@ def changing(xs: Sequence[Value]) -> dict[int, Held]:
     return {k: x for k, x in held.items() if x.state is not None}
 
 
-def as_read(inputs: Sequence[Value]) -> list[Value]:
-    """Returns the inputs of a loop as if nothing changed them."""
-    return [x.as_read if isinstance(x, Held) else x for x in inputs]
+def as_read(inputs: Sequence[Value], now: Changing | None = None) -> list[Value]:
+    """Returns the inputs of a loop as if nothing changed them. Some rest elsewhere by now."""
+    return [
+        Held(x.shard, now[k][0] if now and k in now else x.rest) if isinstance(x, Held) else x
+        for k, x in enumerate(inputs)
+    ]

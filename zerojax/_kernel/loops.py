@@ -8,7 +8,7 @@ the layer with it. See the note in `body.py`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -120,8 +120,8 @@ class Layers:
             d_carry, d_consts, stacks, count = state
             saved, full, crossed, d_ys, xs, scanned_count = scanned
             layer = self.layer(last, -1, scanned_count, count)
-            rest = fetched_layer({k: param for k, (param, *_) in stacks.items()}, layer)
-            inputs = [*consts, *types, *resting(xs, rest)]
+            rest = fetched_layer({k: stack[:1] for k, stack in stacks.items()}, layer)
+            inputs = [*consts, *types, *as_read(xs, rest)]
             kept = dict(zip(self.kept_weights, full, strict=True))
             gathered = self.body.gather(inputs, crossed, kept)
             saved = self.back(saved)
@@ -184,11 +184,6 @@ class Layers:
     def carry_types(self, inputs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         _, carry, _ = self.parts(inputs)
         return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry]
-
-
-def resting(xs: Sequence[Any], rest: Mapping[int, Array]) -> list[Any]:
-    """Returns scanned inputs, some of which rest elsewhere by now."""
-    return [Held(x.shard, rest[k]) if k in rest else x for k, x in enumerate(xs)]
 
 
 def unchanged(grads: Sequence[Gradient], stacks: Changing) -> list[Gradient]:
@@ -423,8 +418,7 @@ class _Backward:
 
     def source_at(self, stacks: Changing, at: Layer) -> LayerSource:
         """Returns the sources of one layer's weights, some of them updated by now."""
-        rest = {k: param for k, (param, *_) in stacks.items()}
-        shards = self.layers.shards_at(resting(as_read(self.xs), rest), at)
+        shards = self.layers.shards_at(as_read(self.xs, stacks), at)
         return shards, layer_of(self.crossed, at.i)
 
     def ordered(self, source: LayerSource, sums: Sums) -> tuple[list[Transit], Sums]:

@@ -1,3 +1,4 @@
+# pyright: strict
 """The pieces of a split jaxpr: shards and views of them, scopes and loops."""
 
 import dataclasses
@@ -74,7 +75,7 @@ class Nested:
 
     @property
     def effects(self) -> frozenset[Effect]:
-        return frozenset().union(*(op.effects for op in self.split.main))
+        return frozenset[Effect]().union(*(op.effects for op in self.split.main))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +183,7 @@ def split_of(scopes: Sequence[Scope]) -> Split:
     """Returns the split of equal scopes, with paths that hold for all of them: `params/*/w` if each
     scope has parameters of its own."""
     split = scopes[0].split
-    paths = {}
+    paths: dict[Var, str] = {}
     for var, *operands in zip(split.invars, *(scope.operands for scope in scopes), strict=True):
         found = unique(operand.cut.path for operand in operands if isinstance(operand, Shard))
         if found:
@@ -253,7 +254,8 @@ def views(eqn: JaxprEqn, fixed: int) -> list[View] | None:
             part = functools.partial(lax.index_in_dim, axis=dim, keepdims=False)
             dims = tuple(d for d in _dims(eqn) if d != dim)
             return [View(functools.partial(part, index=k), dims) for k in range(len(eqn.outvars))]
-    return None
+        case _:
+            return None
 
 
 def _slice(eqn: JaxprEqn, fixed: int) -> list[View] | None:

@@ -1,3 +1,4 @@
+# pyright: strict
 """Splits a jaxpr into a *prefix*, which needs only weights, and a *main part*.
 
 The prefix gathers shards and computes everything that comes from weights only (casts, transposes,

@@ -205,14 +205,9 @@ class Held:
         """The array from which the full weight is obtained."""
         return self.shard if self.rest is None else self.rest
 
-    @property
-    def as_read(self) -> "Held":
-        """The parameter, which nothing changes."""
-        return Held(self.shard, self.rest)
-
     def map(self, change: Callable[[Array], Array]) -> "Held":
         """Returns a view of the parameter, which nothing changes."""
-        return jax.tree.map(change, self.as_read)
+        return jax.tree.map(change, Held(self.shard, self.rest))
 
 
 # -- out: a weight crosses the far axes of its route, arrives over the near ones, and is decoded
