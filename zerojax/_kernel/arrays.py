@@ -2,19 +2,24 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import ShapedArray
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import DTypeLike
 
 from zerojax import _compat
+from zerojax._jaxprs import Atom, type_of
 from zerojax._kernel.travel import Held
 from zerojax._types import PyTree, is_float
 
 Value = Array | Held  # an input of a scope
 Gradient = Any  # of a Value, in its structure; None where there is none
+Cotangent = Array | SymbolicZero
 T = TypeVar("T")
 
 
@@ -62,70 +67,61 @@ def _varies(values: PyTree, wanted: PyTree) -> list[bool]:
 
 def by_hand(
     plain: Callable[[list[Value]], list[Array]],
-    saving: Callable[[list[Value], tuple[bool, ...]], tuple[list[Array], Any]],
-    backward: Callable[[list[Value], Any, list[Any]], list[Gradient]],
+    saving: Callable[[list[Value], tuple[bool, ...]], tuple[list[Array], T]],
+    backward: Callable[[list[Value], T, list[Gradient]], list[Gradient]],
     inputs: Sequence[Value],
+    outvars: Sequence[Atom],
 ) -> list[Array]:
     """Runs a function whose derivative is written by hand.
 
     Without derivatives, `plain(inputs)` runs. With them, `saving(inputs, wanted)` returns the
     outputs and the residuals, and `backward(inputs, residuals, cotangents)` the gradients of the
-    inputs.
+    inputs. Cotangents are arrays, or None for outputs without a float dtype.
     """
 
     @jax.custom_vjp
     def call(inputs: list[Value]) -> list[Array]:
         return plain(inputs)
 
-    def forward(inputs: list[Any]) -> tuple[list[Array], Any]:
-        wanted, values = _perturbed(inputs)
+    def is_leaf(x: object) -> bool:
+        return hasattr(x, "perturbed")
+
+    def forward(inputs: list[PyTree]) -> tuple[list[Array], tuple[list[Value], T]]:
+        leaves = [jax.tree.leaves(value, is_leaf=is_leaf) for value in inputs]
+        wanted = tuple(any(leaf.perturbed for leaf in each) for each in leaves)
+        values = jax.tree.map(lambda leaf: leaf.value, inputs, is_leaf=is_leaf)
         outs, saved = saving(values, wanted)
         return outs, (values, saved)
 
-    def transpose(residuals: Any, cts: list[Any]) -> tuple[list[Gradient]]:
-        inputs, saved = residuals
-        return (backward(inputs, saved, cts),)
+    def transpose(residuals: tuple[list[Value], T], cts: list[Cotangent]) -> tuple[list[Gradient]]:
+        return (backward(*residuals, _float_cotangents(cts, outvars)),)
 
+    # Which of its inputs JAX differentiates is known only with symbolic zeros.
     call.defvjp(forward, transpose, symbolic_zeros=True)
-    return _without_tangents(call(list(inputs)))
+    return list(map(_without_tangent, call(list(inputs))))
 
 
-def _perturbed(inputs: Any) -> tuple[tuple[bool, ...], Any]:
-    """Returns which of `custom_vjp`'s symbolic inputs JAX differentiates, and their values."""
-
-    def is_leaf(x: Any) -> bool:
-        return hasattr(x, "perturbed")
-
-    wanted = (any(x.perturbed for x in jax.tree.leaves(i, is_leaf=is_leaf)) for i in inputs)
-    return tuple(wanted), jax.tree.map(lambda x: x.value, inputs, is_leaf=is_leaf)
+def _without_tangent(out: Array) -> Array:
+    """Drops the (float0) tangent of an integer among a `custom_vjp`'s outputs, because most
+    primitives cannot differentiate by it. `x | x` is `x`, and has no derivative."""
+    is_int = jnp.issubdtype(out.dtype, jnp.integer) or out.dtype == bool
+    return jnp.bitwise_or(out, out) if is_int else out
 
 
-def _without_tangents(outs: Sequence[Array]) -> list[Array]:
-    """Drops the (float0) tangents of integers among a `custom_vjp`'s outputs, because most
-    primitives cannot differentiate by them. `x | x` is `x`, and has no derivative."""
+def _float_cotangents(cts: Sequence[Cotangent], outvars: Sequence[Atom]) -> list[Array | None]:
+    """Returns cotangents as arrays of the dtypes of `outvars`, even if they are symbolic zeros. A
+    loop's cotangents have one dimension more than `outvars`, which are those of an iteration."""
 
-    def clean(out: Array) -> Array:
-        is_int = jnp.issubdtype(out.dtype, jnp.integer) or out.dtype == bool
-        return jnp.bitwise_or(out, out) if is_int else out
+    def array(ct: Cotangent, dtype: DTypeLike) -> Array:
+        if isinstance(ct, SymbolicZero):
+            return jnp.zeros(cast(ShapedArray, ct.aval).shape, dtype)
+        return ct.astype(dtype)
 
-    return list(map(clean, outs))
-
-
-def float_cotangents(cts: Sequence[Any], outs: Sequence[Any]) -> list[Array | None]:
-    """Returns cotangents as arrays of the dtypes of `outs`, even if they are symbolic zeros, and
-    None for outputs without a float dtype. A loop's cotangents have one dimension more than those
-    of an iteration."""
-
-    def array(ct: Any, out: Any) -> Array:
-        if type(ct) is jax.custom_derivatives.SymbolicZero:
-            aval: Any = ct.aval
-            return jnp.zeros(aval.shape, out.dtype)
-        return ct.astype(out.dtype)
-
-    return [array(ct, x) if is_float(x) else None for ct, x in zip(cts, outs, strict=True)]
+    pairs = zip(cts, map(type_of, outvars), strict=True)
+    return [array(ct, out.dtype) if is_float(out) else None for ct, out in pairs]
 
 
-def add(a: Array | None, b: Array | None) -> Any:
+def add(a: Gradient, b: Gradient) -> Gradient:
     """Returns the sum of two gradients, either of which may be None."""
     return b if a is None else a if b is None else a + b
 
@@ -264,7 +260,7 @@ class Hook(Protocol):
         ...
 
     def finish(
-        self, stacks: Changing, read: Any, grads: Sequence[Gradient], at: Layer, left: T
+        self, stacks: Changing, read: PyTree, grads: Sequence[Gradient], at: Layer, left: T
     ) -> tuple[Changing, T]:
         """Returns the stacks with a layer that has these gradients. May have `left`, the gradients
         of the layer after it, arrive together with `read`."""

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax import Array, lax
@@ -19,13 +18,13 @@ from zerojax._kernel.arrays import (
     as_read,
     by_hand,
     changing,
-    float_cotangents,
 )
 from zerojax._kernel.body import (
     CROSSED,
     Body,
     Env,
     How,
+    Saved,
     mark,
     read,
     read_arrays,
@@ -40,13 +39,13 @@ from zerojax._kernel.pieces import (
     Scope,
     Shard,
     Split,
-    crosses_far,
     dtypes_of,
     shards_read,
     split_of,
 )
 from zerojax._kernel.split import split
 from zerojax._kernel.travel import Held, Transit
+from zerojax._types import PyTree
 
 
 class SplitLoss:
@@ -102,7 +101,9 @@ def run(ops: Sequence[Op], env: Env, how: How) -> None:
             case Scope():
                 inputs = operand_values(op.operands, env)
                 scopes = alike[id(op.split)]
-                repeats = len(scopes) > 1 and _only_computes(op, inputs)
+                on_host = any(map(_compat.is_on_host, jax.tree.leaves(inputs)))
+                does_more = changing(inputs) or on_host or _compat.has_side_effects(op)
+                repeats = len(scopes) > 1 and not does_more
                 key = id(op.split), repeats
                 if key not in codes:
                     wrap = checkpoint_like(op)
@@ -121,10 +122,7 @@ def _named(op: Scope | Loop) -> contextlib.AbstractContextManager:
     return jax.named_scope(op.name) if op.name else contextlib.nullcontext()
 
 
-def _only_computes(scope: Scope, inputs: Sequence[Value]) -> bool:
-    """Whether a scope only computes, and only from values on the devices."""
-    on_host = any(map(_compat.is_on_host, jax.tree.leaves(inputs)))
-    return not (changing(inputs) or on_host or _compat.has_side_effects(scope))
+Residuals = tuple[Saved, list[Transit], list[Array], Array | None]
 
 
 class ScopeCode:
@@ -158,12 +156,15 @@ class ScopeCode:
     def __call__(self, inputs: Sequence[Value]) -> list[Array]:
         if not self.by_hand:
             return self.plain(list(inputs))
-        return by_hand(self.plain, self.forward, self.instantiating, inputs)
+        outvars = self.body.split.outvars
+        return by_hand(self.plain, self.forward, self.backward, inputs, outvars)
 
     def plain(self, inputs: list[Value]) -> list[Array]:
         return self.body(inputs)
 
-    def forward(self, inputs: list[Value], wanted: tuple[bool, ...]) -> tuple[list[Array], Any]:
+    def forward(
+        self, inputs: list[Value], wanted: tuple[bool, ...]
+    ) -> tuple[list[Array], Residuals]:
         body = self.body
         crossed = body.cross(inputs)
         gathered = body.gather(inputs, crossed, {})
@@ -172,11 +173,9 @@ class ScopeCode:
         done = mark(outs) if self.how.by_data or self.waits else None
         return outs, (saved, crossed, still_there, done)
 
-    def instantiating(self, inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Gradient]:
-        cts = float_cotangents(cts, [v.aval for v in self.body.split.outvars])
-        return self.backward(inputs, residuals, cts)
-
-    def backward(self, inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Gradient]:
+    def backward(
+        self, inputs: list[Value], residuals: Residuals, cts: list[Gradient]
+    ) -> list[Gradient]:
         body, (saved, crossed, still_there, done) = self.body, residuals
         if done is not None and not self.how.by_data:
             cts, done = wait(cts, done), None
@@ -194,26 +193,33 @@ def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
     if not how.regather and how.keeping is None:  # JAX keeps all of it
         return layers.forward(inputs)
 
-    def saving(inputs: list[Value], wanted: tuple[bool, ...]) -> tuple[list[Array], Any]:
+    def saving(inputs: list[Value], wanted: tuple[bool, ...]) -> tuple[list[Array], PyTree]:
         outs, (saved, crossed) = layers.forward_saving(as_read(inputs), wanted)
         return outs, (saved, crossed, mark(outs) if how.by_data else None)
 
-    def backward(inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Any]:
+    def backward(inputs: list[Value], residuals: PyTree, cts: list[Gradient]) -> list[Gradient]:
         saved, crossed, done = residuals
         if how.by_data or loop.unroll != 1:  # otherwise even a short loop keeps them apart
-            cts, is_held = layers.float_cts(cts), [isinstance(x, Held) for x in inputs]
+            is_held = [isinstance(x, Held) for x in inputs]
             inputs, crossed, cts = _tied(inputs, is_held, crossed, cts, done)
         return layers.backward(inputs, saved, crossed, cts)
 
-    return by_hand(lambda inputs: layers.forward(as_read(inputs)), saving, backward, inputs)
+    def plain(inputs: list[Value]) -> list[Array]:
+        return layers.forward(as_read(inputs))
+
+    return by_hand(plain, saving, backward, inputs, loop.split.outvars)
 
 
 def _tied(
-    inputs: list[Value], tie: list[bool], crossed: list[Transit], cts: list[Any], done: Array | None
-) -> tuple[list[Value], list[Transit], list[Any]]:
+    inputs: list[Value],
+    tie: list[bool],
+    crossed: list[Transit],
+    cts: list[Gradient],
+    done: Array | None,
+) -> tuple[list[Value], list[Transit], list[Gradient]]:
     """Keeps backward's all-gathers, which read the inputs that `tie` says, behind forward. See the
     note in `body.py`."""
-    read: Any = {k: x for k, x in enumerate(as_read(inputs)) if tie[k]}, crossed
+    read: PyTree = {k: x for k, x in enumerate(as_read(inputs)) if tie[k]}, crossed
     if done is None:
         read, cts = lax.optimization_barrier((read, cts))
     else:
@@ -230,7 +236,7 @@ def _tied(
 def checkpoint_like(scope: Scope) -> Callable[[Callable], Callable]:
     """Returns the user's own `jax.checkpoint`, which also keeps the results of far hops."""
     policy = scope.policy
-    if crosses_far(scope.split.main):
+    if any(shard.cut.gather.far for shard in shards_read(scope.split.main)):
         policies = jax.checkpoint_policies
         far_hops = policies.save_only_these_names(CROSSED)
         policy = far_hops if policy is None else policies.save_from_both_policies(policy, far_hops)

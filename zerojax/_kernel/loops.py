@@ -24,6 +24,7 @@ from zerojax._kernel.arrays import (
     Index,
     Layer,
     T,
+    Turn,
     Value,
     add,
     as_read,
@@ -31,7 +32,6 @@ from zerojax._kernel.arrays import (
     changing,
     empty_stacks,
     fetched_layer,
-    float_cotangents,
     layer_of,
     resting_layer_of,
     with_layer,
@@ -39,7 +39,7 @@ from zerojax._kernel.arrays import (
 from zerojax._kernel.body import Body, How, Run, Saved, Sums
 from zerojax._kernel.pieces import Loop
 from zerojax._kernel.travel import Held, Transit
-from zerojax._types import is_float
+from zerojax._types import PyTree, is_float
 
 
 class Layers:
@@ -84,7 +84,7 @@ class Layers:
 
     def forward_saving(
         self, inputs: Sequence[Value], wanted: Sequence[bool]
-    ) -> tuple[list[Array], Any]:
+    ) -> tuple[list[Array], tuple[PyTree, list[Transit]]]:
         """Returns the outputs, and what `backward` needs besides the inputs: the residuals, with
         the full weights to keep, and the weights after their far hops, to gather them from there.
         """
@@ -92,7 +92,7 @@ class Layers:
         num_carry = self.loop.num_carry
         wanted = self.wanted_inside(wanted)
 
-        def step(carry: list, xs: list) -> tuple[Any, Any]:
+        def step(carry: list, xs: list) -> tuple[PyTree, PyTree]:
             layer = [*consts, *carry, *xs]
             crossed = self.body.cross(layer)
             gathered = self.body.gather(layer, crossed, {})
@@ -104,13 +104,13 @@ class Layers:
         return [*carry, *ys], kept
 
     def backward(
-        self, inputs: Sequence[Value], saved: Any, crossed: list[Transit], cts: Sequence[Any]
+        self, inputs: Sequence[Value], saved: PyTree, crossed: list[Transit], cts: list[Gradient]
     ) -> list[Gradient]:
         """Returns the gradients of the inputs."""
         consts, _, xs = self.parts(inputs)
         stacks, hook = self.changed(xs)
         xs = as_read(xs)
-        d_carry, d_ys = self.d_outs(cts)
+        d_carry, d_ys = cts[: self.loop.num_carry], cts[self.loop.num_carry :]
         types: list = self.carry_types(inputs)
 
         saved, full = saved
@@ -151,7 +151,7 @@ class Layers:
         hook = self.how.updates(held) if self.how.updates and held else None
         return {k: (x.source, *(x.state or ())) for k, x in held.items()}, hook
 
-    def scan(self, step: Any, init: Any, xs: Any, *, reverse: bool) -> tuple[Any, Any]:
+    def scan(self, step: Turn, init: PyTree, xs: PyTree, *, reverse: bool) -> tuple[PyTree, PyTree]:
         if reverse and any(map(_compat.is_on_host, jax.tree.leaves(xs))) and not self.how.counted():
             step, xs = by_scanned_index(step, xs, self.loop.length)
         return lax.scan(
@@ -167,14 +167,6 @@ class Layers:
         """The carry may vary inside the loop even if its first value does not."""
         consts, carry, xs = self.parts(wanted)
         return [*consts, *[True] * len(carry), *xs]
-
-    def d_outs(self, cts: Sequence[Any]) -> tuple[list[Gradient], list[Gradient]]:
-        """Returns cotangents of the carry and of the stacked outputs, None if there can be none."""
-        floats = self.float_cts(cts)
-        return floats[: self.loop.num_carry], floats[self.loop.num_carry :]
-
-    def float_cts(self, cts: Sequence[Any]) -> list[Gradient]:
-        return float_cotangents(cts, [v.aval for v in self.loop.split.outvars])
 
     def d_consts(self, consts: Sequence[Any], wanted: Sequence[bool]) -> list[Gradient]:
         """Returns zeros, to which the loop adds the constants' gradients."""
@@ -254,7 +246,7 @@ class PrefetchedLayers(Layers):
 
     def forward_saving(
         self, inputs: Sequence[Value], wanted: Sequence[bool]
-    ) -> tuple[list[Array], Any]:
+    ) -> tuple[list[Array], tuple[PyTree, list[Transit]]]:
         """Returns the outputs, and what backward needs: for each loop, the residuals of its layers
         and the weights that stay; those of the last layer; the result of far hops for each layer.
         """
@@ -271,7 +263,7 @@ class PrefetchedLayers(Layers):
         far = any(shard.cut.gather.far for shard in self.loop.split.gathers.values())
         early = int(far and not any(map(_compat.is_on_host, jax.tree.leaves(inputs))))
 
-        def step(keeps: bool, state: tuple, scanned: Array) -> tuple[Any, Any]:
+        def step(keeps: bool, state: tuple, scanned: Array) -> tuple[PyTree, PyTree]:
             carry, arrived, waiting, stacks, count = state
             at = self.layer(0, 1, scanned, count)
             shards = further = self.shards_at(xs, at.after)
@@ -301,14 +293,14 @@ class PrefetchedLayers(Layers):
         return [*carry, *ys], ((kept, (last_saved, [] if self.how.in_loop else arrived)), crossed)
 
     def backward(
-        self, inputs: Sequence[Value], saved: Any, crossed: list[Transit], cts: Sequence[Any]
+        self, inputs: Sequence[Value], saved: PyTree, crossed: list[Transit], cts: list[Gradient]
     ) -> list[Gradient]:
         """While an iteration computes its own layer, it reduce-scatters the gradients of the
         previous one, updates that layer if backward does so, and all-gathers the next layer's
         weights."""
         return _Backward(self, inputs, saved, crossed, cts).run()
 
-    def iterate(self, step: Any, init: Any, turns: range) -> tuple[Any, Any]:
+    def iterate(self, step: Turn, init: PyTree, turns: range) -> tuple[PyTree, PyTree]:
         at = jnp.arange(turns.start, turns.stop)
         return lax.scan(step, init, at, unroll=self.loop.unroll)
 
@@ -339,9 +331,9 @@ class _Backward:
         self,
         layers: PrefetchedLayers,
         inputs: Sequence[Value],
-        saved: Any,
+        saved: PyTree,
         crossed: list[Transit],
-        cts: Sequence[Any],
+        cts: list[Gradient],
     ) -> None:
         self.layers, self.body = layers, layers.body
         self.crossed, (self.residuals, (self.last_saved, self.last_weights)) = crossed, saved
@@ -349,7 +341,8 @@ class _Backward:
         # The carry of an iteration is lost, so it comes as types.
         self.before = [*self.consts, *layers.carry_types(inputs)]
         self.stacks, self.hook = layers.changed(self.xs)
-        self.d_carry, self.d_ys = layers.d_outs(cts)
+        num_carry = layers.loop.num_carry
+        self.d_carry, self.d_ys = cts[:num_carry], cts[num_carry:]
         self.last = layers.loop.length - 1
         cuts = [shard.cut for shard in layers.loop.split.gathers.values()]
         # Nothing waits for quantized gradients: each takes two messages, with compute between them.
@@ -382,7 +375,7 @@ class _Backward:
         d_carry, d_consts = state.grads
         return [*d_consts, *d_carry, *with_changes(state.d_stacks, state.stacks)]
 
-    def step(self, first: int, kept: Any, state: _State, count: Array) -> tuple[_State, None]:
+    def step(self, first: int, kept: PyTree, state: _State, count: Array) -> tuple[_State, None]:
         """Computes a layer, and finishes the one after it. `kept` belongs to the loop whose
         iterations begin with `first`."""
         at = self.layers.layer(self.last - 1, -1, count, state.count)

@@ -211,11 +211,6 @@ def dtypes_of(split: Split) -> dict[Var, set[np.dtype]]:
     return found
 
 
-def crosses_far(ops: Iterable[Op]) -> bool:
-    """Whether a loop or a scope reads a weight whose route has a far hop."""
-    return any(shard.cut.gather.far for shard in shards_read(ops))
-
-
 def shards_read(ops: Iterable[Op]) -> Iterable[Shard]:
     for op in ops:
         if isinstance(op, Nested):
