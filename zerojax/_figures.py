@@ -14,7 +14,7 @@ SMALL = 8  # points
 LONGEST_LINE = 100  # characters of a title, in the full width
 
 
-def pyplot() -> Any:
+def pyplot() -> PlotAxes:
     """Imports matplotlib.pyplot, or says how to install it."""
     try:
         import matplotlib.pyplot as plt
@@ -35,7 +35,7 @@ def check_picture(path: str) -> None:
         raise ValueError(f"there is no directory for {path}. Make it, or name another.")
 
 
-def panels(height: float, *widths: float) -> tuple[Figure, Any]:
+def panels(height: float, *widths: float) -> tuple[Figure, PlotAxes]:
     """Makes a figure of panels that share their rows, with these widths; one panel by default."""
     return pyplot().subplots(
         ncols=len(widths) or 1,
@@ -46,14 +46,7 @@ def panels(height: float, *widths: float) -> tuple[Figure, Any]:
     )
 
 
-def column(count: int, height: float) -> tuple[Figure, list[PlotAxes]]:
-    """Makes a figure as wide as a phone, of panels below each other."""
-    size = PHONE, height * count + 1
-    figure, axes = pyplot().subplots(count, figsize=size, squeeze=False, layout="constrained")
-    return figure, list(axes.flat)
-
-
-def titled(figure: Figure, title: str, columns: int, **legend: Any) -> None:
+def titled(figure: Figure, title: str, columns: int, **legend: object) -> None:
     """Adds a title above, and a legend with this number of columns below."""
     room = int(LONGEST_LINE * figure.get_figwidth() / INCHES)
     figure.suptitle(textwrap.fill(title, room), fontsize=10)

@@ -1,7 +1,6 @@
 """Says what work goes on, to whoever watches a terminal or reads a log."""
 
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -11,7 +10,6 @@ from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
-Say = Callable[[str, int, threading.Event], None]
 ON_A_TERMINAL, IN_A_LOG = 1.0, 10.0  # seconds that nobody asks about
 WIPE = "\r\x1b[K"
 
@@ -32,15 +30,18 @@ def progress(items: Sequence[T], doing: Callable[[T], str], run: Callable[[T], R
 
 
 @contextlib.contextmanager
-def _beside(on_a_terminal: Say, in_a_log: Say, text: str) -> Iterator[None]:
-    """Runs one of two functions beside the work, with a descriptor of standard error."""
-    if not text or sys.stderr is None or sys.stderr is not sys.__stderr__:
+def working(doing: str, hint: str = "") -> Iterator[None]:
+    """Says how many seconds some work has taken, if it takes long, and once what would make it
+    shorter. A line on a terminal counts them, and is wiped. A log gets a line after 10 seconds,
+    after 20, after 40. Notebooks and tests replace stderr, to show it or to judge it: they get
+    none."""
+    if not (doing or hint) or sys.stderr is None or sys.stderr is not sys.__stderr__:
         yield
         return
-    say = on_a_terminal if sys.stderr.isatty() else in_a_log
     done = threading.Event()
     stderr = os.dup(2)  # the compiler's goes elsewhere meanwhile
-    sayer = threading.Thread(target=say, args=(text, stderr, done), daemon=True)
+    say = (doing, hint, stderr, sys.stderr.isatty(), done)
+    sayer = threading.Thread(target=_say, args=say, daemon=True)
     sayer.start()
     try:
         yield
@@ -50,31 +51,15 @@ def _beside(on_a_terminal: Say, in_a_log: Say, text: str) -> Iterator[None]:
         os.close(stderr)
 
 
-def _count(doing: str, terminal: int, done: threading.Event) -> None:
-    started, shown = time.monotonic(), False
-    while not done.wait(ON_A_TERMINAL):
-        os.write(terminal, f"{WIPE}{doing} ... {time.monotonic() - started:.0f} s".encode())
-        shown = True
-    if shown:
-        os.write(terminal, WIPE.encode())
-
-
-def _note(doing: str, log: int, done: threading.Event) -> None:
-    passed = 0.0
-    while not done.wait(max(passed, IN_A_LOG)):
-        passed += max(passed, IN_A_LOG)
-        os.write(log, f"zerojax: {doing} ... {passed:.0f} s\n".encode())
-
-
-def _hint(hint: str, out: int, done: threading.Event) -> None:
-    """Writes a line, on a terminal in the place of the one that counts, which goes on below."""
-    if not done.wait(IN_A_LOG):
-        os.write(out, f"{WIPE if os.isatty(out) else ''}zerojax: {hint}\n".encode())
-
-
-# Says how many seconds some work has taken, if it takes long. A line on a terminal counts them, and
-# is wiped. A log gets a line after 10 seconds, after 20, after 40. Notebooks and tests replace
-# stderr, to show it or to judge it: they get none.
-working = functools.partial(_beside, _count, _note)
-# Says once what would make some work shorter, if it takes long.
-hinting = functools.partial(_beside, _hint, _hint)
+def _say(doing: str, hint: str, out: int, is_terminal: bool, done: threading.Event) -> None:
+    started, wipe, passed = time.monotonic(), WIPE * is_terminal, 0.0
+    while not done.wait(ON_A_TERMINAL if is_terminal else max(passed, IN_A_LOG)):
+        passed = time.monotonic() - started
+        if hint and passed >= IN_A_LOG:  # on a terminal in the place of the line that counts
+            os.write(out, f"{wipe}zerojax: {hint}\n".encode())
+            hint = ""
+        if doing:
+            line = f"{doing} ... {passed:.0f} s"
+            os.write(out, (f"{wipe}{line}" if is_terminal else f"zerojax: {line}\n").encode())
+    if passed and doing:
+        os.write(out, wipe.encode())

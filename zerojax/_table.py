@@ -18,6 +18,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from zerojax._types import Number
@@ -25,6 +26,8 @@ from zerojax._types import Number
 T = TypeVar("T")
 TEXT = str | bool  # what is aligned at the left
 Cell = TEXT | float | None  # numbers have a format; None is printed as "-"
+# An attribute of an item or a function of it, the format of numbers, and a sentence about it.
+Column = tuple[str | Callable[[Any], Cell], Callable[[Any], str], str]
 GAP = 2  # spaces between columns
 LEAST_WIDTH = 18  # characters that a flexible column keeps, if it has as many
 NUMBER = re.compile(r"\d+(?=/|$)")  # at the end of a part of a path
@@ -139,14 +142,12 @@ def _room() -> int:
 def paragraphs(lines: Sequence[str]) -> str:
     """Joins lines of text; where it has to fit, long ones wrap between words, beside their label
     if they begin with one and spaces after it."""
-    room = _room()
-    return "\n".join(_hanging(line, room) if len(line) > room else line for line in lines)
-
-
-def _hanging(line: str, room: int) -> str:
-    label = re.match(r"(?:\S+ )+ +", line)
-    indent = len(label[0]) if label and len(label[0]) < room // 2 else 2
-    return "\n".join(_wrap(line, room, subsequent_indent=" " * indent))
+    room, texts = _room(), []
+    for line in lines:
+        label = re.match(r"(?:\S+ )+ +", line)
+        indent = len(label[0]) if label and len(label[0]) < room // 2 else 2
+        texts += [line] if len(line) <= room else _wrap(line, room, subsequent_indent=" " * indent)
+    return "\n".join(texts)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -178,11 +179,11 @@ class Table:
     keys: int = 1
 
     @classmethod
-    def of(cls, columns: Mapping[str, tuple], items: Iterable[Any], **options: Any) -> "Table":
-        """Makes a table with a row for each item. A column is a function of an item, and the format
-        of its numbers."""
-        formats = {title: column[1] for title, column in columns.items()}
-        rows = [[value(item) for value, *_ in columns.values()] for item in items]
+    def of(cls, columns: Mapping[str, Column], items: Iterable[T], **options: Any) -> "Table":
+        """Makes a table with a row for each item."""
+        formats = {title: form for title, (_, form, _) in columns.items()}
+        values = [attrgetter(of) if isinstance(of, str) else of for of, _, _ in columns.values()]
+        rows = [[value(item) for value in values] for item in items]
         return cls(list(columns), rows, formats=formats, **options)
 
     def __str__(self) -> str:

@@ -170,6 +170,11 @@ def tried(seconds, peak=30, **way):
     return Tried(WayToTrain("full", **way), seconds, peak * GIB, case=compiled)
 
 
+def options_of(way, **options):
+    """The options of a step that trains in a way."""
+    return way.on(WorkOptions(**options))
+
+
 def untried(**way):
     return Tried(WayToTrain(**way), 0.1, 1)
 

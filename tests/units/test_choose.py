@@ -61,4 +61,4 @@ def test_ways_are_valid_and_each_is_there_once():
     exact = list(_choose.ways(["a", "b"], [1, 4], several_hosts=True, lossy=False))
     assert exact == [way for way in ways if way.is_exact]
     one_host = list(_choose.ways(["a"], [1], several_hosts=False, lossy=True))
-    assert not any(way.names_levels or not way.is_exact for way in one_host)
+    assert not any(way.groups or not way.is_exact or way.regather is not True for way in one_host)

@@ -56,7 +56,7 @@ def test_a_log_gets_fewer_lines_the_longer_it_takes(said):
 
 def test_what_takes_long_gets_one_hint_and_what_is_quick_needs_no_line(said, monkeypatch):
     def hinted():
-        with _progress.hinting("name fewer stages"):
+        with _progress.working("", hint="name fewer stages"):
             going_through("a", 0.1)
 
     assert said(hinted).count("zerojax: name fewer stages\n") == 1

@@ -9,11 +9,6 @@ from zerojax import _compat
 from zerojax._jaxprs import type_of
 
 
-def jaxpr_flops(jaxpr: Jaxpr) -> float:
-    """Counts the FLOPs of matmuls."""
-    return sum(flops for _, flops in matmuls(jaxpr))
-
-
 def matmuls(jaxpr: Jaxpr, times: float = 1.0) -> list[tuple[JaxprEqn, float]]:
     """Returns the matmuls at any depth, with their FLOPs: those of a `while` once, and those of a
     `cond`'s most expensive branch."""

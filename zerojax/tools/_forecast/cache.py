@@ -8,17 +8,15 @@ import contextlib
 import contextvars
 import dataclasses
 import hashlib
-import importlib.metadata
-import itertools
 import json
 import os
 import pathlib
 import types
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
+import jaxlib
 
 import zerojax
 from zerojax._plan.plan import Plan
@@ -33,8 +31,6 @@ from zerojax.tools._hlo import gpus as _known
 SUFFIX = ".zerojax"
 MOST_BYTES = 2**28  # of all files; a step of a 7.5B GPT takes less than 0.2 MB
 SIZES = ("argument", "output", "alias", "temp", "host_temp")
-COMPILERS = ["jaxlib"]
-COMPILERS += [f"jax-{cuda}-{part}" for cuda in ("cuda12", "cuda13") for part in ("plugin", "pjrt")]
 
 # The folder, and whether the lines of the user's code tell programs apart.
 _STORE = contextvars.ContextVar[tuple[pathlib.Path | None, bool]]("store", default=(None, True))
@@ -94,15 +90,13 @@ def compiled(
     return dataclasses.replace(program, recipe=step.recipe, written=written)
 
 
-def _key(lowered: jax.stages.Lowered, lines: bool, options: Mapping[str, Any], plan: Plan) -> str:
-    """Digests the compiler's input and its version."""
+def _key(
+    lowered: jax.stages.Lowered, lines: bool, options: Mapping[str, object], plan: Plan
+) -> str:
+    """Digests the compiler's input and its version; CUDA's plugin has the version of JAX."""
     devices = plan.mesh.devices.flat
     gpu = _known.of_device_kind(devices[0].device_kind)
     config = jax.config.values.items()
-    packages = [(name, importlib.metadata.distributions(name=name)) for name in COMPILERS]
-    # Of several, Python imports the first.
-    firsts = ((name, one) for name, copies in packages for one in itertools.islice(copies, 1))
-    versions = {name: one.version for name, one in firsts}
     parts = [
         lowered.as_text(debug_info=lines),
         sorted(options.items()),
@@ -110,15 +104,13 @@ def _key(lowered: jax.stages.Lowered, lines: bool, options: Mapping[str, Any], p
         sorted((k, v) for k, v in config if isinstance(v, bool | int | float | str)),
         [devices[0].device_kind, gpu.target_config() if gpu else ""],
         [(device.id, device.process_index) for device in devices],
-        [jax.__version__, zerojax.__version__, versions],
+        [jax.__version__, jaxlib.__version__, zerojax.__version__],
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _read(file: pathlib.Path) -> KeptProgram | None:
     """Reads a program; None if it is missing or damaged."""
-    if not os.path.isfile(file):  # opening a pipe may wait for ever
-        return None
     with contextlib.suppress(OSError, zlib.error, ValueError, TypeError):
         program = KeptProgram(**json.loads(zlib.decompress(file.read_bytes())))
         os.utime(file)  # the files that were not read for longest go first
@@ -126,19 +118,16 @@ def _read(file: pathlib.Path) -> KeptProgram | None:
 
 
 def _write(file: pathlib.Path, program: KeptProgram) -> None:
-    """Writes a program, all of it or, where that is not possible, nothing. Removes the files that
-    were not read for longest, until the rest take no more than `MOST_BYTES`."""
+    """Writes a program, or where that is not possible, nothing. Removes the files that were not
+    read for longest, until the rest take no more than `MOST_BYTES`."""
     kept = {k: v for k, v in vars(program).items() if k not in ("recipe", "written")}
     beside = file.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(OSError):
-        try:
-            beside.write_bytes(zlib.compress(json.dumps(kept).encode()))
-            os.replace(beside, file)
-        finally:
-            beside.unlink(missing_ok=True)
-        stats = {path: path.stat() for path in file.parent.glob(f"*{SUFFIX}")}
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        stack.callback(beside.unlink, missing_ok=True)
+        beside.write_bytes(zlib.compress(json.dumps(kept).encode()))
+        os.replace(beside, file)
         total = 0
-        for path in sorted(stats, key=lambda path: -stats[path].st_mtime):
-            total += stats[path].st_size
+        for path in sorted(file.parent.glob(f"*{SUFFIX}"), key=lambda path: -path.stat().st_mtime):
+            total += path.stat().st_size
             if path != file and total > MOST_BYTES:
                 path.unlink(missing_ok=True)

@@ -3,8 +3,8 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
-from typing import Any
+
+import numpy as np
 
 from zerojax import _figures
 from zerojax._figures import Figure, PlotAxes
@@ -12,7 +12,7 @@ from zerojax._plan import offload as _offload
 from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._step.schedule import LAYERS, Schedule, unordered
-from zerojax._table import Printed, Table, human_bytes, human_time, total
+from zerojax._table import Column, Printed, Table, human_bytes, human_time, total
 from zerojax._types import Number
 from zerojax.tools._audit.report import Report
 from zerojax.tools._forecast import network as _network
@@ -20,9 +20,12 @@ from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu
 
 GIB, MS = 2**30, 1e-3
-WAITING = "#b2ab8c"
-DERIVED = ("fits", "spare", "rows", "wire_bytes", "examples_per_second", "tokens_per_second")
-DERIVED += ("order", "tflops", "mfu", "unread")
+# The parts of a step's time, and their colours.
+TIMES = {
+    "compute": "0.75",
+    "exposed communication": _figures.EXPOSED,
+    "waiting for the host": "#b2ab8c",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Case:
     asked: int | str = ""
     settings: str = ""
     failed: str = ""
+    unread: str = ""
     examples: int = 0
     tokens: int | None = None
     parameters: int = 0
@@ -80,14 +84,6 @@ class Case:
         return _known.parse_count(self.gpus)[0]
 
     @property
-    def kind(self) -> Gpu:
-        return _known.parse_count(self.gpus)[1]
-
-    @property
-    def unread(self) -> str:
-        return self.report.unread if self.report else ""
-
-    @property
     def fits(self) -> bool:
         return not self.failed and self.peak <= self.usable
 
@@ -111,98 +107,76 @@ class Case:
 
     @property
     def examples_per_second(self) -> Number:
-        return self._each_second(self.examples)
+        return self.each_second(self.examples)
 
     @property
     def tokens_per_second(self) -> Number:
-        return None if self.tokens is None else self._each_second(self.tokens)
+        return None if self.tokens is None else self.each_second(self.tokens)
 
     @property
     def tflops(self) -> Number:
         """The FLOPs that the model needs, as each GPU does them, in 1e12 a second."""
-        return self._each_second(self.flops / 1e12)
+        return self.each_second(self.flops / 1e12)
 
     @property
     def mfu(self) -> Number:
-        return self._each_second(self.flops / self.kind.flops)
+        return self.each_second(self.flops / self.gpu.flops)
 
     @property
     def order(self) -> str:
         return self.schedule.order
 
     @property
-    def in_layers(self) -> str:
-        return ", layers" if self.order == LAYERS and self.accumulate > 1 else ""
+    def gpu(self) -> Gpu:
+        return _known.parse_count(self.gpus)[1]
 
-    def _each_second(self, count: float) -> Number:
+    @property
+    def rounds(self) -> str:
+        """Its microbatches, and whether all of them pass a layer before the next one."""
+        in_layers = self.order == LAYERS and self.accumulate > 1
+        return f"{self.accumulate}{', layers' * in_layers}"
+
+    def each_second(self, count: float) -> Number:
         return self.step_seconds and count / self.step_seconds  # 0 of what was not compiled
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns all but the report, as JSON has it."""
-        names = [field.name for field in dataclasses.fields(self) if field.name != "report"]
-        values = {name: getattr(self, name) for name in (*names, *DERIVED)}
+        fields = [field.name for field in dataclasses.fields(self)]
+        derived = [name for name, value in vars(Case).items() if isinstance(value, property)]
+        names = (name for name in (*fields, *derived) if name not in ("report", "gpu"))
+        values: dict[str, object] = {name: getattr(self, name) for name in names}
         return values | {"schedule": str(self.schedule)}
 
 
 ON_HOST, HOST_WAIT = "on the host", "waits for it"  # columns of offloaded steps
 SCHEDULE = "schedule"
 STAGE = "Stage 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters."
-
-
-def _bytes(field: str, about: str) -> tuple:
-    return attrgetter(field), human_bytes, about
-
-
-def _time(field: str, about: str) -> tuple:
-    return attrgetter(field), human_time, about
-
-
-# By title: a function of a case, the format of numbers, and a sentence.
-CASE_COLUMNS: dict[str, tuple] = {
-    "stage": (attrgetter("stage"), str, STAGE),
-    "accumulate": (
-        lambda case: f"{case.accumulate}{case.in_layers}",
-        str,
-        "Microbatches of a step; 'layers' where all of them pass a layer before the next one.",
-    ),
-    "remat": (
-        lambda case: case.variant or "-",
-        str,
-        "How much backward recomputes (of a preset: full, dots or none), or the name of the loss.",
-    ),
-    SCHEDULE: (
-        lambda case: unordered(case.schedule),
-        str,
-        "The schedule, where several are tried.",
-    ),
-    "params": _bytes("parameters", "Memory of the parameters between steps."),
-    "optimizer": _bytes("optimizer", "Memory of the optimizer state between steps."),
-    "grads": _bytes("gradients", "Gradients that are in memory at the peak."),
-    "activations": _bytes("activations", "Activations and gathered weights at the peak."),
-    "formula": _bytes("formula", "The state and its gradients by the plan, as the paper counts."),
-    "peak": _bytes("peak", "The most memory that the step needs at a time, by the compiler."),
-    "fits": (attrgetter("fits"), str, "Whether the peak is within the memory that is usable."),
-    "spare": _bytes("spare", "The usable memory that is left at the peak."),
-    ON_HOST: _bytes("on_host", "State and activations in the memory of the host."),
-    "sent, host": _bytes("link_bytes", "Bytes that a GPU sends in a step inside its host."),
-    "sent, network": _bytes("network_bytes", "Bytes that a GPU sends in a step to other hosts."),
-    "step": _time("step_seconds", "The time of a step, modelled by replaying XLA's schedule."),
-    "exposed": _time(
+# By title: an attribute of a case or a function of it, the format of numbers, and a sentence.
+CASE_COLUMNS: dict[str, Column] = {
+    "stage": ("stage", str, STAGE),
+    "accumulate": ("rounds", str, "Microbatches; 'layers': all pass a layer before the next one."),
+    "remat": (lambda case: case.variant or "-", str, "What backward recomputes, or the loss."),
+    SCHEDULE: (lambda case: str(unordered(case.schedule)), str, "The schedule, of several."),
+    "params": ("parameters", human_bytes, "Memory of the parameters between steps."),
+    "optimizer": ("optimizer", human_bytes, "Memory of the optimizer state between steps."),
+    "grads": ("gradients", human_bytes, "Gradients that are in memory at the peak."),
+    "activations": ("activations", human_bytes, "Activations and gathered weights at the peak."),
+    "formula": ("formula", human_bytes, "State and gradients by the plan, as the paper counts."),
+    "peak": ("peak", human_bytes, "The most memory that the step needs, by the compiler."),
+    "fits": ("fits", str, "Whether the peak is within the memory that is usable."),
+    "spare": ("spare", human_bytes, "The usable memory that is left at the peak."),
+    ON_HOST: ("on_host", human_bytes, "State and activations in the memory of the host."),
+    "sent, host": ("link_bytes", human_bytes, "Bytes that a GPU sends in a step inside its host."),
+    "sent, network": ("network_bytes", human_bytes, "Bytes that it sends to other hosts."),
+    "step": ("step_seconds", human_time, "The time of a step, modelled by XLA's schedule."),
+    "exposed": (
         "exposed_seconds",
-        "The part of the step in which the GPU waits for communication; in the table of --choose "
-        "also for copies from and to the host's memory.",
+        human_time,
+        "Its part in which the GPU waits for communication; with --choose also for the host.",
     ),
-    HOST_WAIT: _time("waited_seconds", "The part of the step in which the GPU waits for copies."),
-    "tokens/s": (
-        attrgetter("tokens_per_second"),
-        "{:,.0f}".format,
-        "The tokens of all GPUs together in a second.",
-    ),
-    "MFU": (
-        attrgetter("mfu"),
-        "{:.1%}".format,
-        "The FLOPs that the model needs, without recomputation, as a share of the GPUs' peak.",
-    ),
+    HOST_WAIT: ("waited_seconds", human_time, "Its part in which the GPU waits for copies."),
+    "tokens/s": ("tokens_per_second", "{:,.0f}".format, "Tokens of all GPUs in a second."),
+    "MFU": ("mfu", "{:.1%}".format, "The FLOPs that the model needs, as a share of the peak."),
 }
 
 
@@ -232,16 +206,26 @@ class Forecast(Printed):
 
     def plot(self, path: str | None = None) -> Figure:
         """Draws memory and step time of each case with matplotlib; saves the figure to `path`."""
-        figure, (memory, times) = _figures.panels(1.6 + 0.38 * len(self.cases), 3, 2)
-        _draw_memory(memory, self.cases, self.gpu.usable)
+        cases, usable = self.cases, self.gpu.usable
+        figure, (memory, times) = _figures.panels(1.6 + 0.38 * len(cases), 3, 2)
+        sizes = [[c.parameters, c.optimizer, c.gradients or 0, c.peak] for c in cases]
+        sizes = np.array([[*known, peak - sum(known)] for *known, peak in sizes]) / GIB
+        kinds = {TITLES[kind]: COLOURS[kind] for kind in (PARAMS, OPT_STATE, GRADS, ACTIVATIONS)}
+        peaks = [f"{c.peak / GIB:.1f}{'' if c.fits else ', does not fit'}" for c in cases]
+        _draw_bars(memory, kinds, sizes, peaks)
         for note in memory.texts:  # which the line of what is usable may cross
             note.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0})
-        _draw_times(times, self.cases)
-        memory.set_yticks(range(len(self.cases)), list(map(_label, self.cases)))
+        if is_near := 2 * sizes.sum(1).max() > usable / GIB:
+            memory.axvline(usable / GIB, color="black", linestyle="--", linewidth=1)
+        share = f"{'; line:' if is_near else ', of'} {usable / GIB:.0f} usable"
+        memory.set_xlabel(f"GiB per GPU at the peak{share}")
+        seconds = [[c.compute_seconds, c.exposed_seconds, c.waited_seconds] for c in cases]
+        steps = ["-" if c.step_seconds is None else f"{c.step_seconds / MS:,.0f}" for c in cases]
+        _draw_bars(times, TIMES, np.nan_to_num(np.array(seconds, float) / MS), steps)
+        times.set_xlabel("ms per step, modelled")
+        ways = [(f"stage {c.stage}", f"x{c.rounds}" * (c.accumulate > 1), c.variant) for c in cases]
+        memory.set_yticks(range(len(cases)), [", ".join(filter(None, way)) for way in ways])
         memory.invert_yaxis()
-        for axes in (memory, times):
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.margins(x=0.12)
         title = "; ".join([f"one training step on {self.gpus}, compiled", *self.settings])
         _figures.titled(figure, title, 4)
         return _figures.finished(figure, path)
@@ -249,21 +233,13 @@ class Forecast(Printed):
     def table(self) -> Table:
         hidden = () if any(case.on_host for case in self.cases) else (ON_HOST, HOST_WAIT)
         hidden += () if len({unordered(case.schedule) for case in self.cases}) > 1 else (SCHEDULE,)
-        unread = dict.fromkeys(case.unread for case in self.cases if case.unread)
-        title = [
-            f"{self.gpus}, {human_bytes(self.gpu.usable)} usable of "
-            f"{human_bytes(self.gpu.memory)} each",
-            *matmuls_of(self.cases),
-            *self.settings,
-            "bytes per GPU, grads and activations at the peak",
-            "times modelled",
-            "MFU of dense FLOP/s in 16 bits",
-        ]
+        memory = f"{human_bytes(self.gpu.usable)} usable of {human_bytes(self.gpu.memory)} each"
+        about = [*self.settings, "bytes per GPU, grads and activations at the peak"]
         return Table.of(
             {k: v for k, v in CASE_COLUMNS.items() if k not in hidden},
             self.cases,
-            title=["; ".join(title), *lacking(self.cases)],
-            notes=[*unread, self._advice()],
+            title=titled(f"{self.gpus}, {memory}", self.cases, *about),
+            notes=[*unread(self.cases), self._advice()],
             right=("stage", "accumulate"),
             flexible=("remat", SCHEDULE),
             keys=3,
@@ -282,9 +258,9 @@ class Forecast(Printed):
             )
         how = [
             f"stage={best.stage}",
-            f"accumulate={best.accumulate}" if best.accumulate > 1 else "",
-            f"schedule={best.schedule}" if best.schedule != Schedule() else "",
-            f"remat {best.variant!r}" if best.variant else "",
+            f"accumulate={best.accumulate}" * (best.accumulate > 1),
+            f"schedule={best.schedule}" * (best.schedule != Schedule()),
+            f"remat {best.variant!r}" * bool(best.variant),
             f"{human_time(best.step_seconds)} a step",
             f"{human_bytes(best.spare)} to spare.",
         ]
@@ -292,22 +268,21 @@ class Forecast(Printed):
         return " ".join([fastest, *told_to_hosts(self.gpu, [best])])
 
 
-def _label(case: Case) -> str:
-    """Names a case of a picture: 'stage 3, x2, full'."""
-    rounds = f"x{case.accumulate}{case.in_layers}" if case.accumulate > 1 else ""
-    return ", ".join(filter(None, (f"stage {case.stage}", rounds, case.variant)))
+# -- what results of forecasts say of their cases
 
 
-def matmuls_of(cases: Sequence[Case]) -> list[str]:
-    """Names the dtypes that each case multiplies in, mostly one."""
+def titled(first: str, cases: Sequence[Case], *about: str) -> list[str]:
+    """Returns the lines above a table: what its cases share, their dtypes, what the GPU lacks."""
     dtypes = dict.fromkeys(" and ".join(case.matmuls) for case in cases if case.matmuls)
     wide = next((f" ({case.wide_matmuls})" for case in cases if case.wide_matmuls), "")
-    return [f"matmuls in {' or '.join(dtypes)}{wide}"] if dtypes else []
+    matmuls = [f"matmuls in {' or '.join(dtypes)}{wide}"] if dtypes else []
+    title = [first, *matmuls, *about, "times modelled", "MFU of dense FLOP/s in 16 bits"]
+    return ["; ".join(title), *dict.fromkeys(case.lacks for case in cases if case.lacks)]
 
 
-def lacking(cases: Sequence[Case]) -> list[str]:
-    """Says once what the GPU lacks, for a line of its own below the first of a table."""
-    return list(dict.fromkeys(case.lacks for case in cases if case.lacks))
+def unread(cases: Sequence[Case]) -> list[str]:
+    """Says once which programs could not be read."""
+    return list(dict.fromkeys(case.unread for case in cases if case.unread))
 
 
 def told_to_hosts(gpu: Gpu, cases: Sequence[Case]) -> list[str]:
@@ -317,45 +292,16 @@ def told_to_hosts(gpu: Gpu, cases: Sequence[Case]) -> list[str]:
     return [*filter(None, [advice]), *_offload.told_of_pool(pinned)]
 
 
-# -- the picture of a forecast
-
-
-def _draw_memory(axes: PlotAxes, cases: Sequence[Case], usable: int) -> None:
-    """Draws bars stacked up to the peak; bytes of no other kind count as activations."""
-    fields = {PARAMS: "parameters", OPT_STATE: "optimizer", GRADS: "gradients"}
-    uses = {use: [getattr(case, field) or 0 for case in cases] for use, field in fields.items()}
-    named = [sum(nbytes) for nbytes in zip(*uses.values(), strict=True)]
-    uses[ACTIVATIONS] = [case.peak - known for case, known in zip(cases, named, strict=True)]
-    parts = {TITLES[use]: (COLOURS[use], nbytes) for use, nbytes in uses.items()}
-    notes = [f"{case.peak / GIB:.1f}{'' if case.fits else ', does not fit'}" for case in cases]
-    _draw_bars(axes, parts, GIB, notes)
-    if is_near := 2 * max(case.peak for case in cases) > usable:
-        axes.axvline(usable / GIB, color="black", linestyle="--", linewidth=1)
-    share = f"{'; line:' if is_near else ', of'} {usable / GIB:.0f} usable"
-    axes.set_xlabel(f"GiB per GPU at the peak{share}")
-
-
-def _draw_times(axes: PlotAxes, cases: Sequence[Case]) -> None:
-    parts = {
-        "compute": ("0.75", [case.compute_seconds or 0 for case in cases]),
-        "exposed communication": (_figures.EXPOSED, [case.exposed_seconds or 0 for case in cases]),
-        "waiting for the host": (WAITING, [case.waited_seconds or 0 for case in cases]),
-    }
-    steps = [case.step_seconds for case in cases]
-    _draw_bars(axes, parts, MS, ["-" if step is None else f"{step / MS:,.0f}" for step in steps])
-    axes.set_xlabel("ms per step, modelled")
-
-
 def _draw_bars(
-    axes: PlotAxes, parts: Mapping[str, tuple], unit: float, notes: Sequence[str]
+    axes: PlotAxes, colours: Mapping[str, str], lengths: np.ndarray, notes: Sequence[str]
 ) -> None:
     """Draws a bar for each case, of parts with a colour one after the other, and a note beside."""
-    ends = [0.0] * len(notes)
-    for label, (colour, values) in parts.items():
-        widths = [value / unit for value in values]
-        if any(widths):
-            style = {"color": colour, "edgecolor": "white", "linewidth": 0.5}
-            axes.barh(range(len(notes)), widths, left=ends, label=label, **style)
-            ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    for row, (end, note) in enumerate(zip(ends, notes, strict=True)):
-        axes.text(end, row, f" {note}", va="center", fontsize=_figures.SMALL)
+    style, ends = {"edgecolor": "white", "linewidth": 0.5}, lengths.cumsum(1)
+    for part, (label, colour) in enumerate(colours.items()):
+        if (widths := lengths[:, part]).any():
+            starts = ends[:, part] - widths
+            axes.barh(range(len(notes)), widths, left=starts, label=label, color=colour, **style)
+    for row, note in enumerate(notes):
+        axes.text(ends[row, -1], row, f" {note}", va="center", fontsize=_figures.SMALL)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.12)

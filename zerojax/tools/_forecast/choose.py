@@ -5,8 +5,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
-from typing import Any
 
 import jax
 import optax
@@ -18,18 +16,17 @@ from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._progress import working
-from zerojax._state.state import NNX_FIELDS, OPT_STATE, PARAMS
+from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._step.schedule import LAYERS, MICROBATCHES, Schedule
 from zerojax._step.step import Step
-from zerojax._table import Printed, Table, grouped, human_bytes, human_time
+from zerojax._table import Column, Printed, Table, grouped, human_bytes, human_time
 from zerojax._types import PyTree
-from zerojax.tools._forecast.case import Case, lacking, matmuls_of, told_to_hosts
-from zerojax.tools._forecast.forecast import LEVELS, STAGES, Loss, NnxStep, Workload, WorkOptions
+from zerojax.tools._forecast.case import Case, titled, told_to_hosts, unread
+from zerojax.tools._forecast.forecast import LEVELS, STAGES, Loss, Workload, WorkOptions, is_of_nnx
 from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
 
 MOST_MICROBATCHES = 16
-KEPT = ("precision", "mutable", "tx")  # the options of a step of nnx that a choice keeps
 EXACT_FAMILIES, LOSSY_FAMILIES = 4, 2  # how many families of ways of each kind are compiled
 MOST_COMPILED = 9
 FASTER = 0.99  # of a time: ways that may take less are compiled, quantized ones that do are chosen
@@ -70,11 +67,6 @@ class WayToTrain:
         return self.gather is self.reduce is None
 
     @property
-    def names_levels(self) -> bool:
-        """Whether it needs hosts and their GPUs as axes of the mesh."""
-        return bool(self.groups or self.reduce or self.regather == GPU_AXIS)
-
-    @property
     def rounds(self) -> int:
         """How often a step gathers the weights and reduces their gradients."""
         return 1 if self.order == LAYERS else self.accumulate
@@ -87,21 +79,20 @@ class WayToTrain:
         at_once = self.offload or self.stage in (1, 2) or self.groups == AMSP
         return self.accumulate > 1 or not at_once
 
-    @property
-    def schedule(self) -> Schedule:
-        return Schedule(order=self.order, regather=self.regather)
-
-    def options(self, precision: Precision | None) -> dict[str, Any]:
-        """Returns its options of a workload."""
-        options = {"groups": self.groups and dict(self.groups), "offload": self.offload or None}
-        return options | {"precision": self.precision(precision), "schedule": self.schedule}
-
-    def precision(self, shared: Precision | None) -> Precision | None:
-        if self.is_exact:
-            return shared
-        precision = shared or Precision()
-        reduce = self.reduce or precision.reduce
-        return dataclasses.replace(precision, gather=self.gather, reduce=reduce)
+    def on(self, options: WorkOptions) -> WorkOptions:
+        """Returns the options of a step that trains so."""
+        precision = options.precision
+        if not self.is_exact:
+            precision = precision or Precision()
+            reduce = self.reduce or precision.reduce
+            precision = dataclasses.replace(precision, gather=self.gather, reduce=reduce)
+        return dataclasses.replace(
+            options,
+            groups=self.groups and dict(self.groups),
+            offload=self.offload or None,
+            precision=precision,
+            schedule=Schedule(order=self.order, regather=self.regather),
+        )
 
     def settings(self) -> dict[str, str]:
         """Returns its arguments that are not the defaults, and its stage, as Python."""
@@ -123,7 +114,7 @@ def ways(
 ) -> Iterator[WayToTrain]:
     """Returns all ways that may be the fastest. State goes to the host only at stage 3; only ways
     over several hosts are quantized."""
-    layouts: list[dict[str, Any]] = [{"stage": stage} for stage in STAGES]
+    layouts: list[dict[str, PyTree]] = [{"stage": stage} for stage in STAGES]
     layouts += [{"offload": (OPT_STATE,)}, {"offload": (OPT_STATE, PARAMS)}]
     if several_hosts:
         layouts += [{"groups": HSDP}, {"groups": AMSP}, {"regather": GPU_AXIS}]
@@ -168,7 +159,7 @@ class Tried:
     estimate: float
     peak: float
     sent: float = 0.0
-    case: Any = None  # a `Case`
+    case: PyTree = None  # a `Case`
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -176,21 +167,16 @@ class Tried:
         settings = len(self.way.settings().keys() & {*PLACED, *SCHEDULED, "accumulate"})
         return self.estimate * (1 + SETTING * settings), self.sent
 
-    @property
-    def family(self) -> WayToTrain:
-        """The way that it is but for its microbatches and loss."""
-        return dataclasses.replace(self.way, variant="", accumulate=1, order=WayToTrain.order)
 
-
-CHOICE_COLUMNS = {
-    "": (lambda one: str(one.way), str),
-    "at least": (attrgetter("estimate"), human_time),
-    "step": (attrgetter("case.step_seconds"), human_time),
-    "exposed": (attrgetter("case.stalled_seconds"), human_time),
-    "tokens/s": (attrgetter("case.tokens_per_second"), "{:,.0f}".format),
-    "MFU": (attrgetter("case.mfu"), "{:.1%}".format),
-    "peak": (attrgetter("case.peak"), human_bytes),
-    "fits": (attrgetter("case.fits"), str),
+CHOICE_COLUMNS: dict[str, Column] = {
+    "": (lambda one: str(one.way), str, ""),
+    "at least": ("estimate", human_time, ""),
+    "step": ("case.step_seconds", human_time, ""),
+    "exposed": ("case.stalled_seconds", human_time, ""),
+    "tokens/s": ("case.tokens_per_second", "{:,.0f}".format, ""),
+    "MFU": ("case.mfu", "{:.1%}".format, ""),
+    "peak": ("case.peak", human_bytes, ""),
+    "fits": ("case.fits", str, ""),
 }
 
 
@@ -232,25 +218,24 @@ class Choice(Printed):
 
     def python(self, way: WayToTrain) -> str:
         """Returns the lines that train so."""
-        settings, axis = way.settings(), self.options.axis
+        settings, options = way.settings(), way.on(self.options)
         state = [f"{name}={settings[name]}" for name in PLACED if name in settings]
         lines, count = [], _known.parse_count(self.gpus)[0]
-        if way.names_levels:
-            local = min(count, self.options.per_host)
+        if options.names_levels:
+            local = min(count, options.per_host)
             lines.append(f"mesh = zerojax.mesh(node={count // local}, gpu={local})")
             state += ["mesh=mesh"] + ['axis=("node", "gpu")'] * (way.groups is None)
-        elif isinstance(axis, str) and axis != DEFAULT_AXIS:
-            lines.append(f"mesh = {_mesh.call_for(count, axis=axis)}")
+        elif isinstance(options.axis, str) and options.axis != DEFAULT_AXIS:
+            lines.append(f"mesh = {_mesh.call_for(count, axis=options.axis)}")
             state.append("mesh=mesh")
-        if (precision := way.precision(self.options.precision)) is not None:
-            state.append(f"precision=zerojax.{precision}")
+        if options.precision is not None:
+            state.append(f"precision=zerojax.{options.precision}")
         package = "zerojax.nnx" if self.is_nnx else "zerojax"
         into = "state = zerojax.shard_train_state(make_state"
         into = f"model, optimizer = {package}.shard(make" if self.is_nnx else into
-        loss = f'losses["{way.variant}"]' if way.variant else "loss_fn"
-        step = [loss, f"accumulate={way.accumulate}"] if way.accumulate > 1 else [loss]
-        if way.schedule != Schedule():
-            step.append(f"schedule={way.schedule}")
+        step = [f'losses["{way.variant}"]' if way.variant else "loss_fn"]
+        step += [f"accumulate={way.accumulate}"] * (way.accumulate > 1)
+        step += [f"schedule={options.schedule}"] * (options.schedule != Schedule())
         lines.append(f"{', '.join([into, *state])})")
         return "\n".join([*lines, f"step = {package}.train_step({', '.join(step)})"])
 
@@ -266,24 +251,17 @@ class Choice(Printed):
     def table(self) -> Table:
         *few, most = map(str, sorted({one.way.accumulate for one in self.tried}))
         counts = " or ".join(filter(None, (", ".join(few), most)))
-        title = [
+        cases = [one.case for one in self.compiled]
+        title = titled(
             f"{self.gpus}, {human_bytes(self.gpu.usable)} usable of each",
-            *matmuls_of([one.case for one in self.compiled]),
+            cases,
             f"{len(self.tried)} ways, of {counts} microbatch{'es' * (counts != '1')}",
-            f"{len(self.compiled)} compiled, which may be the fastest",
-            "times modelled",
-            "MFU of dense FLOP/s in 16 bits",
-        ]
-        return Table.of(
-            CHOICE_COLUMNS,
-            self.compiled,
-            title=["; ".join(title), *lacking([one.case for one in self.compiled])],
-            notes=list(self._advice()),
-            optional=("tokens/s", "MFU"),
+            f"{len(cases)} compiled, which may be the fastest",
         )
+        notes, optional = [*unread(cases), *self._advice()], ("tokens/s", "MFU")
+        return Table.of(CHOICE_COLUMNS, self.compiled, title=title, notes=notes, optional=optional)
 
     def _advice(self) -> Iterator[str]:
-        yield from dict.fromkeys(one.case.unread for one in self.compiled if one.case.unread)
         best, lossy = self.best, self.best_quantized
         if best is lossy is None:
             least = human_bytes(min(one.peak for one in self.tried))
@@ -303,8 +281,8 @@ class Choice(Printed):
 
 @checked
 def choose(
-    loss_fn: Loss | NnxStep | Mapping[str, Loss],
-    make_state: Any,
+    loss_fn: Loss | Mapping[str, Loss],
+    make_state: PyTree,
     batch: PyTree,
     rng: PyTree = None,
     *,
@@ -330,8 +308,7 @@ def choose(
         loss_fn, make_state, batch, rng, gpus, tokens, rates, per_host, mutable, tx: as for
             `zerojax.forecast`; of several losses, such as a model with and without
             `jax.checkpoint`, one is chosen too. Of Flax nnx, a function that returns a model and
-            its optimizer; a step of `zerojax.nnx.train_step` stands for its loss. The batch stays
-            as it is, so more microbatches have fewer rows each.
+            its optimizer. The batch stays as it is, so more microbatches have fewer rows each.
         precision: as for `zerojax.shard_train_state`; quantized ways add to it.
         lossy: whether to look at quantized values, which change the numbers a little.
         axis: what the loss calls the mesh axis over all GPUs. A loss that names it, as "data" too,
@@ -350,28 +327,16 @@ def choose(
         state = zerojax.shard_train_state(make_state, stage=3)
         step = zerojax.train_step(loss_fn)
     """
-    if isinstance(loss_fn, Step):
-        remedy = (
-            "Pass the loss, with mutable= and tx= where the step has them; to --choose, return "
-            "(loss_fn, make_state, batch), with a TrainState from make_state."
-        )
-        if loss_fn.recipe.mutable == NNX_FIELDS:  # of `pure`
-            remedy = (
-                "Pass the loss of your model, and a function that returns it and its optimizer."
-            )
+    if isinstance(loss_fn, Step) or is_of_nnx(loss_fn):
         raise TypeError(
-            f"You passed a step, which already has its options; choose looks for these. {remedy}"
+            "You passed a step, which already has its options; choose looks for these. Pass the "
+            "loss, with precision=, mutable= and tx= where the step has them; of Flax nnx also a "
+            "function that returns model and optimizer; to --choose, return (loss_fn, make_state, "
+            "batch), with a TrainState from make_state."
         )
-    shared: dict[str, Any] = {"tx": tx, "mutable": mutable, "precision": precision, "axis": axis}
+    shared: PyTree = {"tx": tx, "mutable": mutable, "precision": precision, "axis": axis}
     options = WorkOptions(tokens=tokens, rates=rates, per_host=per_host, **shared)
     work = Workload.of(loss_fn, make_state, batch, rng, gpus, options)
-    if named := [f"{name}=..." for name in work.own if name not in KEPT]:
-        rows = " choose splits batches along their first dimension." * ("batch_specs" in work.own)
-        raise ValueError(
-            "choose takes only the loss and precision= of a step of nnx, and this one is "
-            f"train_step(loss_fn, {', '.join(named)}).{rows} Leave these options out: choose finds "
-            "accumulate= and the schedule itself. Add others to the step that it prints."
-        )
     return Choice(gpus, work.options, Search(work).run(lossy), is_nnx=work.is_nnx)
 
 
@@ -417,9 +382,10 @@ class Search:
         # To offload more is in vain where less of it fits.
         more = {one.way: dataclasses.replace(one.way, offload=one.way.offload[:-1]) for one in fit}
         in_vain = {way for way, less in more.items() if way.offload and less in more}
+        plain = {"variant": "", "accumulate": 1, "order": MICROBATCHES}  # of all ways of a family
         for exact, most in ((True, EXACT_FAMILIES), (False, LOSSY_FAMILIES)):
             kind = [x for x in fit if x.way.is_exact == exact and x.way not in in_vain]
-            families = grouped(kind, attrgetter("family"))
+            families = grouped(kind, lambda one: dataclasses.replace(one.way, **plain))
             for family in itertools.islice(families.values(), most):
                 fits = (case for case in self.compiled.values() if case.fits)
                 fastest = min(map(_seconds, fits), default=math.inf)
@@ -429,15 +395,14 @@ class Search:
                         peak = 0 if self.case(one.way).fits else 0.9 * one.peak
 
     def of(self, way: WayToTrain) -> Workload:
-        options = way.options(self.work.options.precision)
-        options = dataclasses.replace(self.work.options, **options)
-        return dataclasses.replace(self.work, options=options)
+        return dataclasses.replace(self.work, options=way.on(self.work.options))
 
     def case(self, way: WayToTrain) -> Case:
         """Compiles a way, once."""
         if way not in self.compiled:
             with working(f"compiling {way}"):
-                case = self.of(way).case(way.variant, way.stage, way.accumulate, way.schedule)
+                work = self.of(way)
+                case = work.case(way.variant, way.stage, way.accumulate, work.options.schedule)
             self.compiled[way] = case
         return self.compiled[way]
 

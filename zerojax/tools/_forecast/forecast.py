@@ -5,7 +5,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from zerojax._plan import planner as _planner
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import StateOptions
-from zerojax._progress import hinting, progress
+from zerojax._progress import progress, working
 from zerojax._state import hints as _hints, refusals as _refusals
 from zerojax._state.state import NNX_FIELDS
 from zerojax._step.schedule import Schedule, check_schedule, unordered
@@ -42,15 +42,16 @@ LEVELS = "node", "gpu"  # axes of the hosts, and of the GPUs of each
 IN_TABLES = ("accumulate", "schedule", "tokens")  # options that the table of a forecast shows
 
 
+def _tokens(tokens: object) -> object:
+    if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
+        raise ValueError(f"tokens={tokens!r} must be positive: how many a step trains on.")
+    return tokens
+
+
 def _rates(rates: object) -> object:
     if not isinstance(rates, Rates | None):
         raise TypeError(f"rates={rates!r} must be a zerojax.tools.Rates.")
     return rates
-
-
-def _schedules(schedules: Any) -> Any:
-    list(map(check_schedule, each_once(schedules)))
-    return schedules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class WorkOptions(StateOptions, TrainOptions):
         or `regather` name them.""",
     )
     tokens: int | None = option(
-        None, "in a step, if not the size of the batch's first matrix of integers."
+        None, "in a step, if not the size of the first matrix of integers.", check=_tokens
     )
     rates: Rates | None = option(
         None, "of the GPU, if not those that zerojax knows; `zerojax.tools.Rates`.", check=_rates
@@ -106,7 +107,7 @@ class ForecastOptions(WorkOptions):
     schedule: Sequence[Schedule] | Schedule = option(  # type: ignore[reportIncompatibleVariableOverride]
         Schedule(),
         "of each step, one or several, as for `zerojax.train_step`.",
-        check=_schedules,
+        check=lambda schedules: [check_schedule(one) for one in each_once(schedules)],
     )
 
     def __post_init__(self) -> None:
@@ -167,14 +168,14 @@ def forecast(
     return Forecast(work.gpus, work.gpu, tuple(cases), tuple(settings))
 
 
-def each_once(values: Any) -> list[Any]:
+def each_once(values: PyTree) -> list[PyTree]:
     """Returns one value or several as a list without duplicates; a string is one value."""
     several = isinstance(values, Iterable) and not isinstance(values, str)
     values = [*values] if several else [values]
     return [one for at, one in enumerate(values) if one not in values[:at]]
 
 
-def changed_options(options: Any, usual: Options) -> dict[str, Any]:
+def changed_options(options: Options, usual: Options) -> dict[str, PyTree]:
     """Returns the options that are not the usual ones."""
     names = [field.name for field in dataclasses.fields(usual) if field.init]
     return {k: value for k in names if (value := getattr(options, k)) != getattr(usual, k)}
@@ -184,26 +185,21 @@ def is_of_nnx(loss_fn: object) -> bool:
     return hasattr(loss_fn, "_unmade")  # flax.nnx is not imported for those who have none
 
 
-def _in_steps_of_nnx(losses: dict[str, Any], make_state: Any) -> dict[str, NnxStep]:
-    """Returns the losses of a Flax nnx model as steps; of other states, none."""
-    if any(map(is_of_nnx, losses.values())):
-        return losses
-    if "flax.nnx" not in sys.modules:
-        return {}
+def _in_steps_of_nnx(losses: dict[str, PyTree], make_state: PyTree) -> dict[str, PyTree]:
+    """Returns the losses of a Flax nnx model as steps, and others as they are."""
     from zerojax import nnx as _nnx
     from zerojax._state import nnx_state as _nnx_state
 
+    step = next((one for one in losses.values() if isinstance(one, Step)), None)
     # No loss is called, unless `make_state` cannot be: then the two may be swapped.
     is_maker = callable(make_state) and _refusals.accepts(make_state, (), {})
-    for one in losses.values():
-        if not is_maker and not isinstance(one, Step) and _nnx_state.makes_objects(one):
-            name = getattr(one, "__name__", type(one).__name__)
-            raise TypeError(f"the loss comes first, and you passed {name}. {_nnx_state.ARGUMENTS}")
-        if isinstance(one, Step) and one.recipe.mutable == NNX_FIELDS:
-            return {}  # from `pure`, with a state
-    if not _nnx_state.makes_objects(make_state):
-        return {}
-    if any(isinstance(one, Step) for one in losses.values()):
+    for one in () if is_maker or step else filter(_nnx_state.makes_objects, losses.values()):
+        name = getattr(one, "__name__", type(one).__name__)
+        raise TypeError(f"the loss comes first, and you passed {name}. {_nnx_state.ARGUMENTS}")
+    of_pure = step is not None and step.recipe.mutable == NNX_FIELDS  # which comes with a state
+    if of_pure or not _nnx_state.makes_objects(make_state):
+        return losses
+    if step:
         raise TypeError(
             "a step of zerojax.train_step trains states, and you passed what makes a Flax nnx "
             f"model. {_nnx_state.ARGUMENTS}"
@@ -212,8 +208,8 @@ def _in_steps_of_nnx(losses: dict[str, Any], make_state: Any) -> dict[str, NnxSt
 
 
 def _taken_apart(
-    loss_fn: Any, make_state: Any, rng: PyTree
-) -> tuple[dict[str, Loss], Any, PyTree, dict[str, Any]]:
+    loss_fn: PyTree, make_state: PyTree, rng: PyTree
+) -> tuple[dict[str, Loss], PyTree, PyTree, dict[str, PyTree]]:
     """Returns losses by name, the function that makes a state, a key, and the options of a step.
 
     A step stands for its loss, with the options that are not the defaults. One of nnx comes with a
@@ -227,14 +223,15 @@ def _taken_apart(
             f"a dict has several losses, and {named[0]!r} is a step. Pass a step by itself, and "
             "make one call for each."
         )
-    if steps := _in_steps_of_nnx(losses, make_state):
-        taken = {name: step._unmade(make_state, rng) for name, step in steps.items()}
-        losses = {name: step for name, (step, _, _) in taken.items()}
-        _, make_state, rng = next(iter(taken.values()))
-    first = next(iter(losses.values()), None)
-    if not isinstance(first, Step):
+    if "flax.nnx" in sys.modules and not is_of_nnx(loss_fn):
+        losses = _in_steps_of_nnx(losses, make_state)
+    taken = [one._unmade(make_state, rng) for one in losses.values() if is_of_nnx(one)]
+    if taken:
+        losses = {name: step for name, (step, _, _) in zip(losses, taken, strict=True)}
+        _, make_state, rng = taken[0]
+    if not any(isinstance(one, Step) for one in losses.values()):
         return losses, make_state, rng, {}
-    options = first.recipe.options
+    options = next(iter(losses.values())).recipe.options
     if not options.differentiates:
         raise TypeError(
             "a step of eval_step trains nothing, and forecasts are of training steps. Pass the "
@@ -253,12 +250,18 @@ class Workload:
     batch: PyTree
     rng: PyTree
     gpus: str
-    options: Any  # `WorkOptions`
-    own: Mapping[str, Any]  # those of the step that was passed in place of a loss
+    options: WorkOptions
+    own: Mapping[str, PyTree]  # those of the step that was passed in place of a loss
 
     @classmethod
     def of(
-        cls, loss_fn: Any, make_state: Any, batch: PyTree, rng: PyTree, gpus: str, options: Any
+        cls,
+        loss_fn: PyTree,
+        make_state: PyTree,
+        batch: PyTree,
+        rng: PyTree,
+        gpus: str,
+        options: WorkOptions,
     ) -> "Workload":
         """Makes a workload of a loss, of several, or of a step. Options that are not the defaults
         replace those of the step, except for the fields that its loss updates."""
@@ -269,22 +272,19 @@ class Workload:
             "The loss comes first, zerojax.forecast(loss_fn, make_state, batch, gpus=...); pass a "
             "function its arguments by lambda: make_state(key).",
         )
-        tokens = options.tokens
-        if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
-            raise ValueError(f"tokens={tokens!r} must be positive: how many a step trains on.")
         _refusals.check_values(batch, "batch", or_shapes=True)
         if not any(map(np.ndim, jax.tree.leaves(batch))):
             raise ValueError(
                 "the batch has no arrays with rows. Pass the global batch of one step, or its "
                 "shapes."
             )
-        fields = {"mutable": own["mutable"]} if "mutable" in own else {}
-        changed = changed_options(options, WorkOptions())
+        changed = own | changed_options(options, WorkOptions())
+        changed |= {name: own[name] for name in own.keys() & {"mutable"}}
         if "schedule" in own:  # option by option, too
             several = [changed_options(one, Schedule()) for one in each_once(options.schedule)]
             merged = [dataclasses.replace(own["schedule"], **one) for one in several]
             changed["schedule"] = merged if len(merged) > 1 else merged[0]
-        options = dataclasses.replace(options, **own | changed | fields)
+        options = dataclasses.replace(options, **changed)
         return cls(losses, make_state, batch, rng, gpus, options, own)
 
     @property
@@ -327,7 +327,7 @@ class Workload:
         network = f"network cards of {self.gpu.rates.network / 1e9:g} GB/s"
         return [*shown, *([network] if self.gpu.given_rates else [])]
 
-    def of_kind(self, kind: type[Options]) -> dict[str, Any]:
+    def of_kind(self, kind: type[Options]) -> dict[str, PyTree]:
         """Returns the options that a plan or a step takes."""
         names = [field.name for field in dataclasses.fields(kind) if field.init]
         return {name: getattr(self.options, name) for name in names}
@@ -336,7 +336,7 @@ class Workload:
         placed = {"stage": stage, "mesh": self.mesh, "axis": self.mesh.axis_names}
         return _planner.plan(self.make_state, **self.of_kind(StateOptions) | placed)
 
-    def step(self, variant: str, plan: Plan, **how: Any) -> Step:
+    def step(self, variant: str, plan: Plan, **how: PyTree) -> Step:
         """Makes a step of a loss; its precision is the plan's."""
         options = self.of_kind(TrainOptions) | {"precision": None, "plan": plan} | how
         return train_step(self.losses[variant], **options)
@@ -347,7 +347,7 @@ class Workload:
         step = self.step(variant, plan, accumulate=accumulate, schedule=schedule)
         batch = aot.batch(self.batch, plan, batch_specs=self.options.batch_specs)
         rng = aot.batch(self.rng, plan)
-        with hinting(_unrolled(plan)):
+        with working("", hint=_unrolled(plan)):
             program = _cache.compiled(step, plan.abstract(), batch, rng, plan)
             report = _audit.audit(program, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
         loss, leaves = self.losses[variant], jax.tree.leaves(self.batch)
@@ -359,7 +359,8 @@ class Workload:
         formula = sum(plan.bytes_per_device().values()) + plan.gradient_bytes() + plan.kept_bytes()
         memory, times = report.memory, ("compute", "exposed", "waited", "step")
         sizes = "parameters", "optimizer", "gradients", "peak"
-        measured = "pinned", "matmuls", "wide_matmuls", "lacks", "network_bytes", "link_bytes"
+        measured = "pinned", "matmuls", "wide_matmuls", "lacks", "unread"
+        measured += "network_bytes", "link_bytes"
         return Case(
             gpus=self.gpus,
             stage=plan.stage,

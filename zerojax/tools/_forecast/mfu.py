@@ -91,7 +91,7 @@ def needed_flops(
             return with_fields(loss_fn, logical, mutable)(*cast_floats([params, *args], compute))
 
         traced = jax.make_jaxpr(forward, axis_env=sizes)(*shapes)
-        return 3 * _flops.jaxpr_flops(traced.jaxpr)
+        return 3 * sum(flops for _, flops in _flops.matmuls(traced.jaxpr))
 
     args = (batch,) if rng is None else (batch, rng)
     shapes = jax.tree.map(_state.shape_dtype, (plan.abstract(), *args))

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -17,10 +17,10 @@ from zerojax._declared import option, takes
 from zerojax._figures import Figure, PlotAxes
 from zerojax._progress import progress
 from zerojax._run import programs as _programs
-from zerojax._table import Printed, Table, grouped, human_bytes
-from zerojax._types import PyTree
+from zerojax._table import Column, Printed, Table, grouped, human_bytes
+from zerojax._types import Number, PyTree
 from zerojax.tools._forecast import cache as _cache, presets as _presets
-from zerojax.tools._forecast.case import CASE_COLUMNS, Case, lacking
+from zerojax.tools._forecast.case import CASE_COLUMNS, Case
 from zerojax.tools._forecast.forecast import STAGES, Loss, NnxStep, Workload, WorkOptions, each_once
 from zerojax.tools._forecast.presets import Gpt
 
@@ -31,7 +31,8 @@ FIRST_ROWS = 4  # of each microbatch: the search for the largest begins there
 OWN = "(loss_fn, make_state, batch), with a function batch(rows) that returns a global batch"
 # A preset or its name; or a loss, or a step of nnx, make_state, and a function of the rows of a
 # global batch.
-Given: TypeAlias = str | Gpt | tuple[Loss | NnxStep, Callable[[], PyTree], Callable[[int], PyTree]]
+Own: TypeAlias = tuple[Loss | NnxStep, Callable[[], PyTree], Callable[[int], PyTree]]
+Given: TypeAlias = str | Gpt | Own
 
 
 def _number(value: float) -> str:
@@ -39,28 +40,31 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _if_it_fits(title: str) -> tuple:
-    value, *others = CASE_COLUMNS[title]
-    return lambda case: value(case) if case.fits else None, *others
+def _rows_text(case: Case) -> int | str:
+    return f"max {case.rows or ''}".rstrip() if case.asked == LARGEST else case.asked
 
 
-STUDY_COLUMNS: dict[str, tuple] = {
-    "model": (attrgetter("model"), str, "The model: a preset, or one of your own."),
-    "GPUs": (attrgetter("gpus"), str, "How many of which GPU."),
+def _throughput(case: Case) -> float | str:
+    return case.tflops if case.fits else "failed" if case.failed else "no room"
+
+
+def _if_it_fits(attribute: str) -> Callable[[Case], Number]:
+    return lambda case: getattr(case, attribute) if case.fits else None
+
+
+STUDY_COLUMNS: dict[str, Column] = {
+    "model": ("model", str, "The model: a preset, or one of your own."),
+    "GPUs": ("gpus", str, "How many of which GPU."),
     "stage": CASE_COLUMNS["stage"],
     "rows": (
-        lambda case: f"max {case.rows or ''}".rstrip() if case.asked == LARGEST else case.asked,
+        _rows_text,
         str,
-        "Rows of the batch, such as sequences, on each GPU; 'max': the most that fit.",
+        "Rows of the batch on each GPU, such as sequences; 'max': all that fit.",
     ),
     "peak": (lambda case: case.peak or None, *CASE_COLUMNS["peak"][1:]),
-    "TFLOP/s": (
-        lambda case: case.tflops if case.fits else "failed" if case.failed else "no room",
-        _number,
-        "The FLOPs that the model needs, without recomputation, as each GPU does them.",
-    ),
-    "MFU": _if_it_fits("MFU"),
-    "tokens/s": _if_it_fits("tokens/s"),
+    "TFLOP/s": (_throughput, _number, "The FLOPs that the model needs, as each GPU does them."),
+    "MFU": (_if_it_fits("mfu"), *CASE_COLUMNS["MFU"][1:]),
+    "tokens/s": (_if_it_fits("tokens_per_second"), *CASE_COLUMNS["tokens/s"][1:]),
     "exposed": (
         lambda case: case.stalled_seconds / case.step_seconds if case.fits else None,
         "{:.0%}".format,
@@ -82,7 +86,7 @@ class Study(Printed):
         their cases on the fewest GPUs and on the most."""
         fit = [case for case in self.cases if case.asked == LARGEST and case.fits]
         fit.sort(key=attrgetter("count"))
-        lines = grouped(fit, attrgetter("model", "kind.name", "stage"))
+        lines = grouped(fit, attrgetter("model", "gpu.name", "stage"))
         ends = [(line[0], line[-1]) for _, line in sorted(lines.items())]
         return [(first, last) for first, last in ends if last.tflops > GROWS * first.tflops]
 
@@ -91,38 +95,42 @@ class Study(Printed):
         fit = (case for case in self.cases if case.model == model and case.fits)
         return max(fit, key=lambda case: case.tflops, default=None)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {"cases": [case.to_dict() for case in self.cases]}
 
     def plot(self, path: str | None = None) -> Figure:
         """Draws with matplotlib, for each model, how throughput changes with the number of GPUs;
         saves the figure to `path`. It is narrow, to be read on a phone."""
-        groups = grouped(self.cases, attrgetter("model", "kind.name"))
-        asked = list(dict.fromkeys(case.asked for case in self.cases))
-        shown = [EACH, MOST_ROWS] if LARGEST in asked else [EACH]
-        figure, axes = _figures.column(len(groups) * len(shown), HEIGHT)
-        panels = iter(axes)
-        for (model, kind), group in groups.items():
-            for what in shown:
-                panel = next(panels)
-                _draw_panel(panel, group, what, asked)
-                panel.set_title(f"{model}, {what}", fontsize=POINTS, loc="left")
-            panel.set_xlabel(f"{kind}s")
+        groups = grouped(self.cases, attrgetter("model", "gpu.name"))
+        markers = dict(
+            zip(dict.fromkeys(case.asked for case in self.cases), itertools.cycle("osD^vP"))
+        )
+        shown = [EACH, MOST_ROWS] if LARGEST in markers else [EACH]
+        count = len(groups) * len(shown)
+        size = _figures.PHONE, HEIGHT * count + 1
+        how = {"figsize": size, "squeeze": False, "layout": "constrained"}
+        figure, axes = _figures.pyplot().subplots(count, **how)
+        panels = list(axes.flat)
+        drawn = itertools.product(groups.items(), shown)
+        for panel, (((model, kind), group), what) in zip(panels, drawn, strict=True):
+            _draw_panel(panel, group, what, markers)
+            panel.set_title(f"{model}, {what}", fontsize=POINTS, loc="left")
+            panel.set_xlabel(f"{kind}s" * (what == shown[-1]))
         # One line for each label, of all panels.
-        handles = {line.get_label(): line for panel in axes[::-1] for line in panel.lines[::-1]}
+        handles = {line.get_label(): line for panel in panels[::-1] for line in panel.lines[::-1]}
         title = "one training step, compiled; times modelled"
         _figures.titled(figure, title, 2, handles=[*handles.values()][::-1], fontsize=POINTS)
         return _figures.finished(figure, path)
 
     def table(self) -> Table:
         settings = dict.fromkeys(case.settings for case in self.cases if case.settings)
-        about = ["one training step; bytes, rows, TFLOP/s and MFU of each GPU; times modelled"]
-        wide = (f"matmuls: {case.wide_matmuls}" for case in self.cases if case.wide_matmuls)
-        title = "; ".join([*about, *settings, *itertools.islice(wide, 1)])
+        about = "one training step; bytes, rows, TFLOP/s and MFU of each GPU; times modelled"
+        wide = [f"matmuls: {case.wide_matmuls}" for case in self.cases if case.wide_matmuls]
+        lacks = dict.fromkeys(case.lacks for case in self.cases if case.lacks)
         return Table.of(
             STUDY_COLUMNS,
             self.cases,
-            title=[title, *lacking(self.cases)],
+            title=["; ".join([about, *settings, *wide[:1]]), *lacks],
             notes=list(self._advice()),
             right=list(STUDY_COLUMNS)[2:],
             optional=["exposed"],
@@ -148,10 +156,9 @@ class Study(Printed):
                     "fewer rows, or the host's memory (offload=)."
                 )
         for first, last in self.super_linear:
-            few, many, kind = first.count, last.count, first.kind
             yield (
-                f"Super-linear: {first.model} at stage {first.stage}. From {few} to {many} "
-                f"{kind.name}s, each GPU does {_number(first.tflops)} and then "
+                f"Super-linear: {first.model} at stage {first.stage}. From {first.count} to "
+                f"{last.count} {first.gpu.name}s, each GPU does {_number(first.tflops)} and then "
                 f"{_number(last.tflops)} TFLOP/s, with {first.rows} and then {last.rows} rows."
             )
 
@@ -160,14 +167,14 @@ def _named(model: str, gpus: str, stage: int, rows: int | str) -> str:
     return f"{model} on {gpus}, stage {stage}, {rows} rows"
 
 
-def _rows(rows: Any) -> Any:
+def _rows(rows: object) -> object:
     for count in each_once(rows):
         if count != LARGEST and (not isinstance(count, int) or count < 1):
             raise ValueError(f"rows={count!r} must be positive, or {LARGEST!r}: rows of each GPU.")
     return rows
 
 
-def _stages(stages: Any) -> Any:
+def _stages(stages: object) -> object:
     if odd := [stage for stage in each_once(stages) if stage not in STAGES]:
         raise ValueError(f"stages={odd[0]!r} is none of {STAGES}.")
     return stages
@@ -237,7 +244,7 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
             f"these are the rates of one GPU, and gpus= names {', '.join(sorted(kinds))}. Make a "
             "study of each."
         )
-    work = functools.cache(functools.partial(_work, models, options))
+    work = functools.cache(lambda name, *where: _work(name, models[name], options, *where))
     for name, size in itertools.product(models, sizes):
         work(name, size, 1)  # raises before anything compiles
     aot.check_packages()
@@ -255,14 +262,13 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
         one = work(name, gpus, 1)
         settings = [f"remat {options.remat}"] if isinstance(models[name], Gpt) else []
         settings += one.settings(one.own.keys() & {"mutable"})
-        asked = {"model": name, "asked": rows, "settings": ", ".join(settings)}
         of_rows = functools.partial(compiled, name, gpus, stage)
         try:
             case = largest(of_rows, one.options.accumulate) if rows == LARGEST else of_rows(rows)
         except Exception as error:  # the others go on
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            return Case(gpus, stage, failed=kind + " ".join(str(error).split())[:400], **asked)
-        return dataclasses.replace(case, **asked)
+            case = Case(gpus, stage, failed=kind + " ".join(str(error).split())[:400])
+        return dataclasses.replace(case, model=name, asked=rows, settings=", ".join(settings))
 
     cells = list(itertools.product(models, sizes, stages, rows))
     with _cache.kept(_programs.folder() if options.cache else None, lines=False):
@@ -270,10 +276,10 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
     return Study(tuple(cases))
 
 
-def _checked(models: str | Sequence[str] | Mapping[str, Given]) -> Mapping[str, Given]:
+def _checked(models: str | Sequence[str] | Mapping[str, Given]) -> Mapping[str, Gpt | Own]:
     """Returns the models by name, with presets looked up."""
     if not isinstance(models, Mapping):
-        models = {name: name for name in ([models] if isinstance(models, str) else models)}
+        models = {name: name for name in each_once(models)}
     if not models:
         raise ValueError("no models. Name one or several presets, or pass a dict of your own.")
     named = {k: _presets.preset(v) if isinstance(v, str) else v for k, v in models.items()}
@@ -284,11 +290,8 @@ def _checked(models: str | Sequence[str] | Mapping[str, Given]) -> Mapping[str, 
     return named
 
 
-def _work(
-    models: Mapping[str, Given], options: StudyOptions, name: str, gpus: str, rows: int
-) -> Workload:
+def _work(name: str, model: Gpt | Own, options: StudyOptions, gpus: str, rows: int) -> Workload:
     """Returns a model with so many rows on each GPU, in whose 16 bits a preset computes."""
-    model: Any = models[name]
     if isinstance(model, Gpt):
         preset = _presets.on(model, options.gpu_of(gpus))
         model = preset.losses([options.remat])[options.remat], preset.make_state, preset.batch
@@ -340,36 +343,34 @@ def _filling(tried: dict[int, Case]) -> float:
 # -- its picture
 
 STAGE_COLOURS = ("#7f7f7f", "#d1495b", "#edae49", "#00798c")  # which differ in grey too
-MARKERS = "osD^vP"  # by rows
 HEIGHT, POINTS = 1.9, 9  # inches of a panel, points
 EACH, MOST_ROWS = "TFLOP/s of each GPU", "rows on each GPU"
 
 
 def _draw_panel(
-    axes: PlotAxes, cases: Sequence[Case], what: str, asked: Sequence[int | str]
+    axes: PlotAxes, cases: Sequence[Case], what: str, markers: Mapping[int | str, str]
 ) -> None:
     """Draws a line for each stage and rows, and marks at the bottom where a step does not fit."""
     shown = [case for case in cases if what == EACH or case.asked == LARGEST]
     shown.sort(key=attrgetter("count"))
-    lines = grouped(shown, attrgetter("stage", "asked"))
-    for (stage, rows), line in lines.items():
-        colour, fitting = STAGE_COLOURS[stage], [case for case in line if case.fits]
-        style = {"color": colour, "marker": MARKERS[asked.index(rows) % len(MARKERS)]}
+    for (stage, rows), line in grouped(shown, attrgetter("stage", "asked")).items():
+        fitting = {
+            case.count: case.tflops if what == EACH else case.rows for case in line if case.fits
+        }
         # Without microbatches stages 1 and 2 are one line: the thinner one lies on the other.
-        style |= {"linestyle": "-" if rows == LARGEST else "--", "linewidth": 3.2 - 0.6 * stage}
-        values = [case.tflops if what == EACH else case.rows for case in fitting]
+        style = {"marker": markers[rows], "linewidth": 3.2 - 0.6 * stage}
+        style |= {"color": STAGE_COLOURS[stage], "linestyle": "-" if rows == LARGEST else "--"}
         label = f"stage {stage}, {rows} rows"
-        axes.plot([case.count for case in fitting], values, label=label, **style)
+        axes.plot([*fitting], [*fitting.values()], label=label, **style)
         if missing := [case.count for case in line if not case.failed and not case.fits]:
-            style = {"color": colour, "marker": "x", "linestyle": "", "clip_on": False}
+            style |= {"marker": "x", "linestyle": "", "clip_on": False}
             axes.plot(missing, [0] * len(missing), label="does not fit", **style)
     # GPUs in powers of two, with the numbers that a study has.
     axes.set_xscale("log", base=2)
     counts = sorted({case.count for case in cases})
     axes.set_xticks(counts, list(map(str, counts)))
     axes.minorticks_off()
-    drawn = [value for line in axes.lines for value in line.get_ydata()]
-    axes.set_ylim(0, 1.1 * max(drawn, default=0) or 1)
+    axes.set_ylim(0, 1.1 * max(max(line.get_ydata(), default=0) for line in axes.lines) or 1)
     axes.margins(x=0.08)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", linewidth=0.4)
