@@ -48,7 +48,7 @@ def loss(model, in_chunks, params, tokens):
 def measured(row):
     tokens, in_chunks, update = row
     schedule = zerojax.Schedule(update=update)
-    model = _presets.preset("llama-8b", fields={"tokens": tokens, "attention": "cudnn"})
+    model = _presets.preset("llama-8b", tokens=tokens, attention="cudnn")
     plan = zerojax.plan(model.make_state, mesh=zerojax.aot.mesh(GPUS), stage=3)
     step = zerojax.train_step(
         functools.partial(loss, model, in_chunks), plan=plan, schedule=schedule

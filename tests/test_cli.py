@@ -243,7 +243,7 @@ def test_what_is_chosen_is_printed(run, monkeypatch):
     assert given["rates"].network == 12.5e9
     assert (given["gpus"], given["axis"]) == ("16xH100", "batch")
     code, _, err = run("forecast", "124m", "--choose", "--stages", "3", "--gather", "int8")
-    assert code == BAD_INPUT and "--choose decides --stages, --gather itself" in err
+    assert code == BAD_INPUT and "--choose takes no --gather, --stages: it finds" in err
 
 
 # -- study

@@ -40,11 +40,11 @@ BAD = {
     ),
     "chosen and told": (
         ("forecast", "124m", *["--choose", "--offload", "params", "--reduce", "int8", "--no-pad"]),
-        "--choose decides --offload, --reduce itself. Leave out one",
+        "--choose takes no --offload, --no-pad, --reduce: it finds the fastest way itself. Leave",
     ),
     "what choose has not": (
         ("forecast", "124m", *["--choose", "--keep-layers", "4", "--no-pad"]),
-        "--choose does not take --no-pad, --keep-layers. Leave out one or",
+        "--choose takes no --keep-layers, --no-pad: it finds",
     ),
     "binary": (("audit", "binary.hlo"), "binary.hlo cannot be read as HLO (not text). Name a file"),
     "hosts of HLO": (("audit", STEP, "--per-host", "0"), "per_host=0 must be a positive integer"),

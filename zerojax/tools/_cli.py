@@ -15,8 +15,8 @@ import pathlib
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 
@@ -26,42 +26,29 @@ from zerojax._kernel.places import groups_of
 from zerojax._plan.precision import Precision
 from zerojax._run import programs as _programs
 from zerojax._step.schedule import MICROBATCHES, Schedule
-from zerojax._table import Table, fitted, paragraphs
+from zerojax._table import Printed, Table, fitted, paragraphs
 from zerojax._types import PyTree
 from zerojax.tools import _launch
 from zerojax.tools._audit.report import Report, check_limits
-from zerojax.tools._flags import parser
+from zerojax.tools._flags import OF_STEP, parser
 from zerojax.tools._forecast import cache as _cache, network as _network, presets as _presets
-from zerojax.tools._forecast.choose import PLACED, SCHEDULED
-from zerojax.tools._forecast.forecast import Loss, WorkOptions, each_once
+from zerojax.tools._forecast.forecast import Loss, each_once
 from zerojax.tools._forecast.presets import Gpt
 from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
 
 ALL_WELL, NOT_WELL, BAD_INPUT = 0, 1, 2
 GB = 1e9
-PAPER = (2, 2, 12)  # bytes of a parameter, of its gradient, of its fp32 copy and Adam's moments
-OF_SCHEDULES = [one.name for one in dataclasses.fields(Schedule) if one.name != "compiler_options"]
-# Flags that say how to compile, and not of HLO, which is compiled already.
-OF_MODELS = {field.name for field in dataclasses.fields(WorkOptions)} - {"accumulate", "per_host"}
-OF_MODELS |= {
-    *OF_SCHEDULES,
-    "settings",
-    "master",
-    "split",
-    "moments",
-    "compute",
-    "gather",
-    "reduce",
-}
-DECIDED = {*PLACED, *SCHEDULED, "accumulate", "stages", "gather", "reduce"}  # by --choose
+# The flags of a step that say nothing of its program, or have a default.
+WHERE = {"gpus", "rows", "cache", "network", "host_link", "per_host"}
+OF_HLO = {*WHERE, "accumulate"}  # which HLO takes; of the others it is compiled already
+OF_CHOICES = {*WHERE, "settings", "axis", "tokens", "mutable"}
+OF_CHOICES |= {"compute", "master", "split", "moments"}
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
-
-
 RETURNS = "(loss_fn, make_state, batch) or (loss_fn, make_state, batch, rng)"
 # The loss or several, make_state, the batch, and a key if the loss takes one.
 Ingredients = tuple[Loss | Mapping[str, Loss], Callable[[], PyTree], PyTree, PyTree]
-Outcome: TypeAlias = tuple[Any, object, str, bool]
+Outcome: TypeAlias = tuple[Printed | Table, object, str, bool]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
         with _cache.kept(_programs.folder() if getattr(arguments, "cache", False) else None):
             result, data, text, is_well = arguments.run(arguments)
         if plot:
-            result.plot(plot)
+            result.plot(plot)  # type: ignore
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # of a user's module or of the compiler, in a line
@@ -112,24 +99,21 @@ def described(error: Exception) -> str:
 
 
 def forecast(arguments: argparse.Namespace) -> Outcome:
-    model, options = _model(arguments), _options(arguments, zerojax.forecast)
+    """Forecasts memory, traffic and speed of a step, by compiling it."""
+    model = _model(arguments)
     if not arguments.choose:
-        result = zerojax.forecast(*model, **options)
+        result = zerojax.forecast(*model, **_options(arguments, zerojax.forecast))
         return result, result.to_dict(), str(result), result.best is not None
-    taken = {*inspect.signature(_tools.choose).parameters, "schedule"}
-    told = [name for name in options if name not in taken]
-    named = ("gather", "reduce", *OF_SCHEDULES)
-    told += [name for name in named if getattr(arguments, name) is not None]
-    decided = [name for name in told if name in DECIDED]
-    if told:
-        flags = _flags(arguments, decided or told)
-        what = f"decides {flags} itself" if decided else f"does not take {flags}"
-        raise ValueError(f"--choose {what}. Leave out one or the other.")
-    result = _tools.choose(*model, **options)
+    if flags := _flags(arguments, {"stages", *OF_STEP} - OF_CHOICES):
+        raise ValueError(
+            f"--choose takes no {flags}: it finds the fastest way itself. Leave out one of the two."
+        )
+    result = _tools.choose(*model, **_options(arguments, _tools.choose))
     return result, result.to_dict(), str(result), any((result.best, result.best_quantized))
 
 
 def study(arguments: argparse.Namespace) -> Outcome:
+    """Forecasts models on several numbers of GPUs: how throughput scales."""
     result = _tools.study(_models_of(arguments), **_options(arguments, _tools.study))
     failed = any(case.failed for case in result.cases)
     fits = any(case.fits for case in result.cases)
@@ -137,6 +121,7 @@ def study(arguments: argparse.Namespace) -> Outcome:
 
 
 def audit(arguments: argparse.Namespace) -> Outcome:
+    """Lists what a compiled program sends and holds; checks its contract."""
     limits = {name: getattr(arguments, name) for name in ("max_peak_bytes", "min_overlap")}
     check_limits(**limits)
     path = pathlib.Path(arguments.model)
@@ -156,9 +141,8 @@ def audit(arguments: argparse.Namespace) -> Outcome:
 
 def _audited_text(path: pathlib.Path, arguments: argparse.Namespace) -> Report:
     """Audits a file of HLO, compiled by whomever."""
-    given = {name for name, value in vars(arguments).items() if value not in (None, [])}
-    if named := sorted(given & OF_MODELS):
-        raise ValueError(f"{path} is compiled already. Leave out {_flags(arguments, named)}.")
+    if flags := _flags(arguments, {*OF_STEP} - OF_HLO):
+        raise ValueError(f"{path} is compiled already. Leave out {flags}.")
     gpu = None if arguments.gpu is None else _known.named(arguments.gpu)
     if arguments.network or arguments.host_link:
         if gpu is None:
@@ -179,14 +163,18 @@ def _audited_text(path: pathlib.Path, arguments: argparse.Namespace) -> Report:
 
 
 def table(arguments: argparse.Namespace) -> Outcome:
-    """Prints the bytes of a training state, as the paper's Table 1; its Figure 1 is a row of it:
-    7.5B on 64 devices."""
+    """Prints the ZeRO paper's memory table, or yours. Its Figure 1 is a row: 7.5B on 64 devices."""
     names = "params", "devices", "stages"
     params, devices, stages = (each_once(getattr(arguments, name)) for name in names)
     widths = arguments.param_bytes, arguments.grad_bytes, arguments.optimizer_bytes
+
     header = ("parameters", "devices", *(f"stage {stage}, GB" for stage in stages))
     rows = [
-        [f"{count / 1e9:g}B", each, *(state_bytes(count, each, n, widths) / GB for n in stages)]
+        [
+            f"{count / 1e9:g}B",
+            each,
+            *(state_bytes(count, each, stage, widths) / GB for stage in stages),
+        ]
         for count, each in itertools.product(params, devices)
     ]
     formats = dict.fromkeys(header[2:], "{:,.2f}".format)
@@ -195,7 +183,10 @@ def table(arguments: argparse.Namespace) -> Outcome:
 
 
 def launch(arguments: argparse.Namespace) -> Outcome:
-    """Ends this process with the exit code of those that it starts."""
+    """Starts a program as one process for each GPU of this host, and ends all together.
+
+    Ends this process with the exit code of those that it starts.
+    """
     named = {name: getattr(arguments, name) for name in ("nodes", "node", "address", "port")}
     hosts = _launch.hosts(named, os.environ)
     devices, cpu = arguments.devices, arguments.cpu
@@ -215,47 +206,51 @@ def launch(arguments: argparse.Namespace) -> Outcome:
 def state_bytes(params: float, devices: int, stage: int, widths: Sequence[float]) -> float:
     """Returns the bytes of each device by the ZeRO paper's formula."""
     groups = groups_of(stage, ("data",))
-    sharded = groups.params, groups.grads, groups.opt_state
-    parts = zip(sharded, widths, strict=True)
-    return sum(params * width / (devices if axes else 1) for axes, width in parts)
+    sharded = zip(widths, (groups.params, groups.grads, groups.opt_state), strict=True)
+    return sum(params * width / (devices if axes else 1) for width, axes in sharded)
 
 
 # -- what commands share
 
 
-def _flags(arguments: argparse.Namespace, names: Sequence[str]) -> str:
-    """Returns the flags of these names, as they are typed."""
-    off = {name for name in names if getattr(arguments, name) is False} - {"regather"}
-    typed = (f"--{'no-' * (name in off)}{name}".replace("_", "-") for name in names)
-    return ", ".join(typed).replace("--settings", "--set")
+def _flags(arguments: argparse.Namespace, names: Collection[str]) -> str:
+    """Returns the flags of these names that the user has typed."""
+    typed = {name: getattr(arguments, name) for name in sorted(names)}
+    off = {name for name, value in typed.items() if value is False} - {"regather"}
+    typed = [name for name, value in typed.items() if value not in (None, [])]
+    flags = (f"--{'no-' * (name in off)}{name}".replace("_", "-") for name in typed)
+    return ", ".join(flags).replace("--settings", "--set")
 
 
-def _options(arguments: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:
+def _options(arguments: argparse.Namespace, function: Callable[..., object]) -> dict[str, PyTree]:
     """Returns the arguments of a function that flags name. Tells XLA of a slow network before it
     compiles for the first time."""
+
+    def named(names: Iterable[str]) -> dict[str, PyTree]:
+        values = {name: getattr(arguments, name, None) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
     jax.config.update("jax_platforms", "cpu")  # nothing runs; other backends only take time
     taken = inspect.signature(function).parameters.values()
-    names = [one.name for one in taken if one.kind is one.KEYWORD_ONLY]
-    options: dict[str, Any] = {name: getattr(arguments, name, None) for name in names}
+    options = named(one.name for one in taken if one.kind is one.KEYWORD_ONLY)
     gpu = _known.parse_count(each_once(arguments.gpus)[0])[1]  # of several, the first
     if arguments.master and arguments.split:
         raise ValueError("--master and --split say how masters are kept. Pass one of them.")
-    master = "split" if arguments.split else "float32"
-    narrow = {"compute": gpu.half, "param": gpu.half, "master": master}
-    dtypes = {name: getattr(arguments, name) for name in ("compute", "gather", "reduce", "moments")}
-    dtypes = {name: value for name, value in dtypes.items() if value is not None}
-    dtypes = narrow | dtypes if arguments.master or arguments.split else dtypes
-    options["precision"] = Precision(**dtypes) if dtypes else None
-    of_schedule = {name: getattr(arguments, name) for name in OF_SCHEDULES}
-    of_schedule = {name: value for name, value in of_schedule.items() if value is not None}
-    if of_schedule:
-        orders = each_once(of_schedule.pop("order", MICROBATCHES))
-        schedules = [Schedule(order=order, **of_schedule) for order in orders]
+    dtypes = named(("compute", "gather", "reduce", "moments"))
+    if arguments.master or arguments.split:
+        master = "split" if arguments.split else "float32"
+        dtypes = {"compute": gpu.half, "param": gpu.half, "master": master} | dtypes
+    if dtypes:
+        options["precision"] = Precision(**dtypes)
+    if how := named(field.name for field in dataclasses.fields(Schedule)):
+        orders = each_once(how.pop("order", MICROBATCHES))
+        schedules = [Schedule(order=order, **how) for order in orders]
         options["schedule"] = schedules if len(schedules) > 1 else schedules[0]
-    options["rates"] = _rates(arguments, gpu)
-    if _network.is_misjudged(dataclasses.replace(gpu, given_rates=options["rates"])):
+    if rates := _rates(arguments, gpu):
+        options["rates"] = rates
+    if _network.is_misjudged(dataclasses.replace(gpu, given_rates=rates)):
         _network.tell(os.environ)
-    return {name: value for name, value in options.items() if value is not None}
+    return options
 
 
 def _rates(arguments: argparse.Namespace, gpu: Gpu) -> Rates | None:
@@ -266,9 +261,9 @@ def _rates(arguments: argparse.Namespace, gpu: Gpu) -> Rates | None:
 
 
 def _model(arguments: argparse.Namespace) -> Ingredients:
-    name = arguments.model
-    if ":" in name:
-        return _of_function(name, dict(arguments.settings))
+    model = _named(arguments, arguments.model)
+    if not isinstance(model, Gpt):
+        return model
     counts = each_once(arguments.accumulate or 1)
     if odd := [count for count in counts if count > 0 and arguments.rows % count]:
         raise ValueError(
@@ -278,30 +273,32 @@ def _model(arguments: argparse.Namespace) -> Ingredients:
     chooses, remats = getattr(arguments, "choose", False), getattr(arguments, "remat", None)
     remats = remats or (_presets.REMATS if chooses else ("full",))
     count, gpu = _known.parse_count(arguments.gpus)
-    preset = _presets.on(_preset(arguments, name), gpu)
+    preset = _presets.on(model, gpu)
     return preset.losses(remats), preset.make_state, preset.batch(arguments.rows * count), None
 
 
-def _models_of(arguments: argparse.Namespace) -> dict[str, Any]:
+def _models_of(arguments: argparse.Namespace) -> dict[str, PyTree]:
     """Returns the models of a study by name; presets with other fields are named with these."""
-    models: dict[str, Any] = {}
+    fields = [f"{name}={value}" for name, value in arguments.settings]
+    models: dict[str, PyTree] = {}
     for name in arguments.models:
-        if ":" in name:
-            own = _of_function(name, dict(arguments.settings))
-            models[name] = own[:3] if own[3] is None else own  # checked later
-        else:
-            title = " ".join([name, *(f"{k}={v}" for k, v in arguments.settings)])
-            models[title] = _preset(arguments, name)
+        own = _named(arguments, name)
+        # One with a key is checked later.
+        own = own[:3] if isinstance(own, tuple) and own[3] is None else own
+        models[name if ":" in name else " ".join([name, *fields])] = own
     return models
 
 
-def _preset(arguments: argparse.Namespace, name: str) -> Gpt:
+def _named(arguments: argparse.Namespace, name: str) -> Gpt | Ingredients:
+    """Returns what a function of the user's returns, or a preset."""
+    if ":" in name:
+        return _of_function(name, dict(arguments.settings))
     if arguments.compute is not None:
         raise ValueError(
             f"--compute is for module:function, and {name!r} computes in the 16 bits of the GPU. "
             "Leave it out."
         )
-    return _presets.preset(name, dict(arguments.settings))
+    return _presets.preset(name, **dict(arguments.settings))
 
 
 def _of_function(name: str, arguments: Mapping[str, object]) -> Ingredients:

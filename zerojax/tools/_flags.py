@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import zerojax
 from zerojax import aot
@@ -21,6 +21,7 @@ from zerojax.tools._forecast.study import STUDY_COLUMNS
 
 SUMMARY = "ZeRO for JAX: forecast, study, audit, table, launch. Tables fit the terminal."
 OWN_MODEL = "module:function or file.py:function"
+Keywords: TypeAlias = dict[str, Any]  # of argparse
 TABLE_EXPLAINED = {
     "parameters": "The parameters of the model, in billions.",
     "devices": "How many devices share the training state.",
@@ -72,30 +73,30 @@ def positive(kind: Callable[[str], float], text: str) -> float:
     return number
 
 
-def _of_options() -> dict[str, dict[str, Any]]:
+def _of_options() -> dict[str, Keywords]:
     """Returns a flag for each option of a step that text can name."""
     metavars = {"groups": "params=gpu,opt_state=gpu+node", "offload": "opt_state,params"}
     metavars |= {"regather": "true|false|gpu", "axis": "batch|host,gpu", "activations": "host"}
-    skipped = {"tx", "rates", "precision", "overrides", "batch_specs"}
-    skipped |= {"schedule", "compiler_options"}
-    found = {}
+    skipped = {"tx", "rates", "precision", "overrides", "batch_specs", "schedule"}
+    skipped |= {"compiler_options"}
+    flags = {}
     for field in (*dataclasses.fields(WorkOptions), *dataclasses.fields(Schedule)):
         if not field.init or field.name in skipped:
             continue
-        keywords: dict[str, Any] = field.metadata["flag"] or {"type": value}
+        keywords: Keywords = field.metadata["flag"] or {"type": value}
         named = "|".join(keywords.get("choices", [field.name.upper()]))
         keywords = {"metavar": metavars.get(field.name, named)} | keywords
         if field.type is bool:
             keywords = {"action": argparse.BooleanOptionalAction}
         text = re.split(r"\.(?: |$)", field.metadata["text"])[0]
-        found[f"--{field.name.replace('_', '-')}"] = keywords | {"help": text.replace("%", "%%")}
-    return found
+        flags[f"--{field.name.replace('_', '-')}"] = keywords | {"help": text.replace("%", "%%")}
+    return flags
 
 
 _several = {"nargs": "+"}
 _rate, _stage = {"type": functools.partial(positive, float)}, {"type": int, "choices": STAGES}
 _whole, _size = ({"type": functools.partial(positive, kind)} for kind in (int, size))
-_switch: dict[str, Any] = {"action": "store_true", "default": None}
+_switch: Keywords = {"action": "store_true", "default": None}
 _set = {"type": setting, "action": "append", "dest": "settings", "metavar": "NAME=VALUE"}
 _codes = "int8 or float8_e4m3fn"
 OF_STEPS = _of_options() | {
@@ -113,25 +114,20 @@ OF_STEPS = _of_options() | {
     "--gather": {"help": f"weights travel quantized: {_codes}"},
     "--reduce": {"help": f"gradients: dtype of sums; between hosts int4, {_codes}"},
 }
+# The names of these flags in the namespace of arguments.
+OF_STEP = [how.get("dest", flag[2:].replace("-", "_")) for flag, how in OF_STEPS.items()]
 _stages = {"--stages": {**_stage, **_several}}
 _remat = {"help": "of presets: none, dots, full (default), or what is kept: qkv+up"}
 _plot = {"help": "write a picture", "metavar": "FILE"}
 A_PRESET = f"a model by size ({', '.join(PRESETS)})"
-# By command: what it does, the columns of its table, its argument and its flags.
-ABOUT = {
-    "forecast": "forecasts memory, traffic and speed of a step, by compiling it",
-    "study": "forecasts models on several numbers of GPUs: how throughput scales",
-    "audit": "lists what a compiled program sends and holds; checks its contract",
-    "launch": "starts a program as one process for each GPU of this host, and ends all together",
-    "table": "prints the ZeRO paper's memory table, or yours",
-}
+# By command: the columns of its table, its argument and its flags.
 COLUMNS: dict[str, Mapping[str, str]] = {
     "forecast": {title: about for title, (_, _, about) in CASE_COLUMNS.items()},
     "study": {title: about for title, (_, _, about) in STUDY_COLUMNS.items()},
     "audit": TRAFFIC_EXPLAINED,
     "table": TABLE_EXPLAINED,
 }
-FLAGS: dict[str, dict[str, dict[str, Any]]] = {
+FLAGS: dict[str, dict[str, Keywords]] = {
     "forecast": {
         "model": {"help": f"{A_PRESET}, {OWN_MODEL}"},
         **OF_STEPS,
@@ -183,29 +179,27 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def parser(runs: Mapping[str, Callable[[argparse.Namespace], Any]]) -> argparse.ArgumentParser:
-    """Returns the parser of the command line, which sets `run` to the function of a command."""
+def parser(runs: Mapping[str, Callable[..., object]]) -> argparse.ArgumentParser:
+    """Returns the parser of the command line, which sets `run` to the function of a command, and
+    describes it by the first sentence of that one's docstring."""
     parser = argparse.ArgumentParser(prog="zerojax", description=SUMMARY)
     parser.add_argument("--version", action="version", version=zerojax.__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
     # Which leaves texts below flags, and the command in them, as they are.
-    style: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    style: Keywords = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     for name, run in runs.items():
-        command = commands.add_parser(name, help=ABOUT[name], description=ABOUT[name], **style)
+        about = " ".join((run.__doc__ or "").split()).partition(".")[0]
+        command = commands.add_parser(name, help=about, description=about, **style)
         command.set_defaults(run=run, hint=f"The columns: {command.prog} --explain")
         for flag, keywords in FLAGS[name].items():
             command.add_argument(flag, **keywords)
         if name not in COLUMNS:
             continue
-        header = "column", "what it says"
-        explained = Table(header, list(COLUMNS[name].items()), flexible=header[1:])
-        without = f"Nothing was run. For the table itself: {command.prog} without --explain."
-        command.add_argument(
-            "--explain",
-            action="version",
-            version=f"{explained}\n\n{without}",
-            help="explain the columns of the table, and exit",
-        )
+        rows, without = list(COLUMNS[name].items()), f"{command.prog} without --explain."
+        explained = Table(("column", "what it says"), rows, flexible=["what it says"])
+        text = f"{explained}\n\nNothing was run. For the table itself: {without}"
+        about = "explain the columns of the table, and exit"
+        command.add_argument("--explain", action="version", version=text, help=about)
         command.add_argument("--json", action="store_true", help="print JSON")
         if "--gpus" in FLAGS[name]:
             command.epilog = f"Needs no GPU, but a compiler for GPUs:\n\n{aot.install_command()}"

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -72,20 +72,15 @@ class Gpt:
     def _rematted(self, remat: str) -> Callable[..., PyTree]:
         """Returns a layer that keeps for backward only as much as `remat` says."""
         kept = remat.split("+")
-        if remat == "none":
-            return self.layer
-        if remat == "full":
-            policy = None
-        elif remat == "dots":
-            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        elif {*kept} <= {*self.named}:
-            policy = jax.checkpoint_policies.save_only_these_names(*kept)
-        else:
+        policies = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+        if {*kept} <= {*self.named}:
+            policies[remat] = jax.checkpoint_policies.save_only_these_names(*kept)
+        if remat not in ("none", *policies):
             raise ValueError(
                 f"no remat {remat!r}. Name one of {', '.join(REMATS)}, or the arrays to keep for "
                 f"backward, joined by +: {', '.join(self.named)}."
             )
-        return jax.checkpoint(self.layer, policy=policy)
+        return self.layer if remat == "none" else jax.checkpoint(self.layer, policy=policies[remat])
 
     def embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
         return params["embed"][tokens] + params["pos"]
@@ -185,33 +180,17 @@ class Mixtral(Llama):
         return (outputs * shares[..., None]).sum(2)
 
 
+# Name, layers, hidden size, heads: small ones, the paper's runs without model parallelism and its
+# baselines; those with it, of which 17b is Turing-NLG.
+GPTS = """
+124m 12 768 12, 350m 24 1024 16, 1.16b 24 1920 16, 1.38b 40 1536 16, 1.5b 34 1920 16,
+2.5b 54 1920 16, 4b 64 2304 24, 6b 52 3072 24, 7.5b 36 4096 32, 8b 72 3072 24, 10b 50 4096 32,
+11b 54 4096 32, 12b 58 4096 32, 13b 62 4096 32,
+17b 78 4256 28, 20b 98 4096 32, 40b 88 6144 32, 60b 132 6144 32, 80b 100 8192 64,
+100b 125 8192 64, 120b 150 8192 64, 140b 175 8192 64, 170b 212 8192 64, 1t 128 25600 200
+"""
 PRESETS = {
-    "124m": Gpt(12, 768, 12),
-    "350m": Gpt(24, 1024, 16),
-    # The paper's runs without model parallelism, and its baselines.
-    "1.16b": Gpt(24, 1920, 16),
-    "1.38b": Gpt(40, 1536, 16),
-    "1.5b": Gpt(34, 1920, 16),
-    "2.5b": Gpt(54, 1920, 16),
-    "4b": Gpt(64, 2304, 24),
-    "6b": Gpt(52, 3072, 24),
-    "7.5b": Gpt(36, 4096, 32),
-    "8b": Gpt(72, 3072, 24),
-    "10b": Gpt(50, 4096, 32),
-    "11b": Gpt(54, 4096, 32),
-    "12b": Gpt(58, 4096, 32),
-    "13b": Gpt(62, 4096, 32),
-    # And those with it.
-    "17b": Gpt(78, 4256, 28),  # Turing-NLG
-    "20b": Gpt(98, 4096, 32),
-    "40b": Gpt(88, 6144, 32),
-    "60b": Gpt(132, 6144, 32),
-    "80b": Gpt(100, 8192, 64),
-    "100b": Gpt(125, 8192, 64),
-    "120b": Gpt(150, 8192, 64),
-    "140b": Gpt(175, 8192, 64),
-    "170b": Gpt(212, 8192, 64),
-    "1t": Gpt(128, 25600, 200),
+    **{name: Gpt(int(n), int(d), int(h)) for name, n, d, h in map(str.split, GPTS.split(","))},
     "llama-8b": Llama(32, 4096, 32, vocab=128256),
     "llama-13b": Llama(40, 5120, 40, vocab=32000, inner=13824),
     "llama-70b": Llama(80, 8192, 64, vocab=128256, inner=28672),
@@ -220,7 +199,7 @@ PRESETS = {
 }
 
 
-def preset(name: str, fields: Mapping[str, Any] | None = None) -> Gpt:
+def preset(name: str, /, **fields: PyTree) -> Gpt:
     """Returns a model by its size, with these fields."""
     if name.lower() not in PRESETS:
         raise ValueError(
@@ -228,12 +207,12 @@ def preset(name: str, fields: Mapping[str, Any] | None = None) -> Gpt:
         )
     model = PRESETS[name.lower()]
     names = [field.name for field in dataclasses.fields(model)]
-    for field in (fields or {}).keys() - names:
+    for field in fields.keys() - names:
         raise ValueError(
             f"--set {field}: there is no {field!r} in {type(model).__name__}. Its fields: "
             f"{', '.join(names)}."
         )
-    return dataclasses.replace(model, **fields or {})
+    return dataclasses.replace(model, **fields)
 
 
 def on(model: Gpt, gpu: Gpu) -> Gpt:
