@@ -119,19 +119,17 @@ def environments(
     env: Mapping[str, str], run: Hosts, count: int, devices: int, cpu: bool
 ) -> list[dict[str, str]]:
     """Returns the variables of each process on this host."""
-    common = {"MASTER_ADDR": run.address, "MASTER_PORT": run.port, "PYTHONUNBUFFERED": 1}
-    common |= {"WORLD_SIZE": run.count * count, "LOCAL_WORLD_SIZE": count}
-    if cpu:
-        common |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": devices}
-    own_variables = []
+    common: dict[str, object] = {"MASTER_ADDR": run.address, "MASTER_PORT": run.port}
+    common |= {"WORLD_SIZE": run.count * count, "LOCAL_WORLD_SIZE": count, "PYTHONUNBUFFERED": 1}
+    common |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": devices} if cpu else {}
+    gpus = "JAX_LOCAL_DEVICE_IDS", "JAX_CUDA_VISIBLE_DEVICES", "JAX_ROCM_VISIBLE_DEVICES"
+    variables = []
     for local in range(count):
-        own: dict[str, Any] = {"RANK": run.me * count + local, "LOCAL_RANK": local}
-        if not cpu:
-            mine = ",".join(map(str, range(local * devices, (local + 1) * devices)))
-            names = "JAX_LOCAL_DEVICE_IDS", "JAX_CUDA_VISIBLE_DEVICES", "JAX_ROCM_VISIBLE_DEVICES"
-            own |= dict.fromkeys(names, mine)
-        own_variables.append({name: str(value) for name, value in {**common, **own}.items()})
-    return [{**env, **own} for own in own_variables]
+        own = {"RANK": run.me * count + local, "LOCAL_RANK": local}
+        mine = ",".join(map(str, range(local * devices, (local + 1) * devices)))
+        own |= {} if cpu else dict.fromkeys(gpus, mine)
+        variables.append({**env, **{name: str(value) for name, value in (common | own).items()}})
+    return variables
 
 
 class _Stream:
@@ -150,11 +148,10 @@ class _Stream:
             lines, self.rest = [*lines, self.rest], b""
         self.kept.extend(lines)
         # As bytes: this process may have another encoding.
-        self.out.write(b"".join(b"%s%s\n" % (self.prefix, line) for line in lines))
-        self.out.flush()
-        if self.log is not None:
-            self.log.write(b"".join(b"%s\n" % line for line in lines))
-            self.log.flush()
+        for out, prefix in ((self.out, self.prefix), (self.log, b"")):
+            if out is not None:
+                out.write(b"".join(b"%s%s\n" % (prefix, line) for line in lines))
+                out.flush()
         return bool(data)
 
 
