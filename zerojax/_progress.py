@@ -30,17 +30,16 @@ def progress(items: Sequence[T], doing: Callable[[T], str], run: Callable[[T], R
 
 
 @contextlib.contextmanager
-def working(doing: str, hint: str = "") -> Iterator[None]:
-    """Says how many seconds some work has taken, if it takes long, and once what would make it
-    shorter. A line on a terminal counts them, and is wiped. A log gets a line after 10 seconds,
-    after 20, after 40. Notebooks and tests replace stderr, to show it or to judge it: they get
-    none."""
-    if not (doing or hint) or sys.stderr is None or sys.stderr is not sys.__stderr__:
+def working(doing: str) -> Iterator[None]:
+    """Says how many seconds some work has taken, if it takes long. A line on a terminal counts
+    them, and is wiped. A log gets a line after 10 seconds, after 20, after 40. Notebooks and tests
+    replace stderr, to show it or to judge it: they get none."""
+    if sys.stderr is None or sys.stderr is not sys.__stderr__:
         yield
         return
     done = threading.Event()
     stderr = os.dup(2)  # the compiler's goes elsewhere meanwhile
-    say = (doing, hint, stderr, sys.stderr.isatty(), done)
+    say = (doing, stderr, sys.stderr.isatty(), done)
     sayer = threading.Thread(target=_say, args=say, daemon=True)
     sayer.start()
     try:
@@ -51,15 +50,11 @@ def working(doing: str, hint: str = "") -> Iterator[None]:
         os.close(stderr)
 
 
-def _say(doing: str, hint: str, out: int, is_terminal: bool, done: threading.Event) -> None:
-    started, wipe, passed = time.monotonic(), WIPE * is_terminal, 0.0
+def _say(doing: str, out: int, is_terminal: bool, done: threading.Event) -> None:
+    started, passed = time.monotonic(), 0.0
     while not done.wait(ON_A_TERMINAL if is_terminal else max(passed, IN_A_LOG)):
         passed = time.monotonic() - started
-        if hint and passed >= IN_A_LOG:  # on a terminal in the place of the line that counts
-            os.write(out, f"{wipe}zerojax: {hint}\n".encode())
-            hint = ""
-        if doing:
-            line = f"{doing} ... {passed:.0f} s"
-            os.write(out, (f"{wipe}{line}" if is_terminal else f"zerojax: {line}\n").encode())
-    if passed and doing:
-        os.write(out, wipe.encode())
+        line = f"{doing} ... {passed:.0f} s"
+        os.write(out, (f"{WIPE}{line}" if is_terminal else f"zerojax: {line}\n").encode())
+    if passed and is_terminal:
+        os.write(out, WIPE.encode())

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 
 from zerojax._specs import Entry, names_in
 from zerojax._state.state import PARAMS, Leaf, finds, leaves_with_paths, matching, path_name
-from zerojax._table import NUMBER
 from zerojax._types import PyTree, Shape
 
 MOST_LAYERS = 256  # a longer first dimension counts something else
@@ -113,15 +112,6 @@ def layer_dims(params: PyTree, pattern: str | tuple[()] | None) -> dict[tuple, i
 
     walk(0, leaves)
     return dims
-
-
-def in_a_python_loop(shapes: Mapping[str, Shape]) -> int:
-    """Returns how many layers have their own matrices: as many as have paths that differ only in
-    one number."""
-    matrices = [(path, shape) for path, shape in shapes.items() if len(shape) >= 2]
-    numbered = [(path, n.span(), shape) for path, shape in matrices for n in NUMBER.finditer(path)]
-    alike = collections.Counter((path[:i], path[j:], shape) for path, (i, j), shape in numbered)
-    return max(alike.values(), default=0)
 
 
 def _is_stack(shapes: list[Shape]) -> bool:

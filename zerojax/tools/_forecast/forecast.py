@@ -18,8 +18,8 @@ from zerojax._plan import planner as _planner
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import StateOptions
-from zerojax._progress import progress, working
-from zerojax._state import hints as _hints, refusals as _refusals
+from zerojax._progress import progress
+from zerojax._state import refusals as _refusals
 from zerojax._state.state import NNX_FIELDS
 from zerojax._step.schedule import Schedule, check_schedule, unordered
 from zerojax._step.step import Step, train_step
@@ -37,7 +37,6 @@ from zerojax.tools._hlo.gpus import Gpu, Rates
 Loss: TypeAlias = Callable[..., PyTree]
 NnxStep: TypeAlias = Callable[..., PyTree]  # whose own type would import flax.nnx
 STAGES = (0, 1, 2, 3)
-MANY_LAYERS = 8
 LEVELS = "node", "gpu"  # axes of the hosts, and of the GPUs of each
 IN_TABLES = ("accumulate", "schedule", "tokens")  # options that the table of a forecast shows
 
@@ -347,9 +346,8 @@ class Workload:
         step = self.step(variant, plan, accumulate=accumulate, schedule=schedule)
         batch = aot.batch(self.batch, plan, batch_specs=self.options.batch_specs)
         rng = aot.batch(self.rng, plan)
-        with working("", hint=_unrolled(plan)):
-            program = _cache.compiled(step, plan.abstract(), batch, rng, plan)
-            report = _audit.audit(program, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
+        program = _cache.compiled(step, plan.abstract(), batch, rng, plan)
+        report = _audit.audit(program, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
         loss, leaves = self.losses[variant], jax.tree.leaves(self.batch)
         # Tokens, if nobody says how many: the size of the first matrix of integers.
         matrices = (leaf for leaf in leaves if len(leaf.shape) == 2)
@@ -379,15 +377,3 @@ class Workload:
             **{name: getattr(report, name) for name in measured},
             **{f"{name}_seconds": report.modelled(getattr(report.replay, name)) for name in times},
         )
-
-
-def _unrolled(plan: Plan) -> str:
-    """Says why a step takes long to compile if a Python loop calls its layers and they are many."""
-    layers = _hints.in_a_python_loop({leaf.path: leaf.shape for leaf in plan.params})
-    if layers < MANY_LAYERS:
-        return ""
-    return (
-        f"the model has {layers} layers with weights of their own, as in a Python loop. XLA "
-        "compiles each, unless the step rolls them up: at stage 3, with jax.checkpoint (nnx.remat, "
-        "nn.remat) around each. Fewer layers or stages take less time, too."
-    )
