@@ -17,6 +17,7 @@ import figures  # before JAX: it says what JAX may look for
 import groups
 import results
 
+from zerojax._run import programs as _programs
 from zerojax.tools._forecast import (
     cache as _cache,
     choose as _choose,
@@ -76,7 +77,7 @@ def chosen(name, count, card):
     options = WorkOptions(rates=rates)
     shared = model.losses(), model.make_state, model.batch(batch), None, gpus, options
     search = _choose.Search(Workload.of(*shared))
-    with _cache.kept(_cache.folder()):
+    with _cache.kept(_programs.folder()):
         choice = _choose.Choice(gpus, options, search.run(lossy=True))
         found = described(choice.best), described(choice.best_quantized)
         ranked = {one.way: one for one in choice.tried}

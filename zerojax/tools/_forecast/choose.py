@@ -16,7 +16,7 @@ from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._progress import working
-from zerojax._state.state import OPT_STATE, PARAMS
+from zerojax._state.state import NNX_FIELDS, OPT_STATE, PARAMS
 from zerojax._step.schedule import LAYERS, MICROBATCHES, Schedule
 from zerojax._step.step import Step
 from zerojax._table import Column, Printed, Table, grouped, human_bytes, human_time
@@ -337,7 +337,8 @@ def choose(
     shared: PyTree = {"tx": tx, "mutable": mutable, "precision": precision, "axis": axis}
     options = WorkOptions(tokens=tokens, rates=rates, per_host=per_host, **shared)
     work = Workload.of(loss_fn, make_state, batch, rng, gpus, options)
-    return Choice(gpus, work.options, Search(work).run(lossy), is_nnx=work.is_nnx)
+    is_nnx = work.options.mutable == NNX_FIELDS
+    return Choice(gpus, work.options, Search(work).run(lossy), is_nnx)
 
 
 def _seconds(case: Case) -> float:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from zerojax import aot
 from zerojax._declared import Options, option, takes
+from zerojax._kernel.places import as_names
 from zerojax._plan import planner as _planner
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
@@ -38,7 +39,6 @@ Loss: TypeAlias = Callable[..., PyTree]
 NnxStep: TypeAlias = Callable[..., PyTree]  # whose own type would import flax.nnx
 STAGES = (0, 1, 2, 3)
 LEVELS = "node", "gpu"  # axes of the hosts, and of the GPUs of each
-IN_TABLES = ("accumulate", "schedule", "tokens")  # options that the table of a forecast shows
 
 
 def _tokens(tokens: object) -> object:
@@ -161,7 +161,7 @@ def forecast(
     cases = progress(
         ways, lambda way: f"compiling stage {way[1]} for {work.gpus}", lambda way: work.case(*way)
     )
-    settings = work.settings(IN_TABLES)
+    settings = work.settings(("accumulate", "schedule", "tokens"))  # which the table shows
     if len(kinds) == 1 and kinds[0] != Schedule():
         settings.insert(0, f"schedule={kinds[0]}")
     return Forecast(work.gpus, work.gpu, tuple(cases), tuple(settings))
@@ -249,6 +249,7 @@ class Workload:
     batch: PyTree
     rng: PyTree
     gpus: str
+    gpu: Gpu
     options: WorkOptions
     own: Mapping[str, PyTree]  # those of the step that was passed in place of a loss
 
@@ -264,7 +265,7 @@ class Workload:
     ) -> "Workload":
         """Makes a workload of a loss, of several, or of a step. Options that are not the defaults
         replace those of the step, except for the fields that its loss updates."""
-        options.gpu_of(gpus)  # raises for a wrong one
+        gpu = options.gpu_of(gpus)
         losses, make_state, rng, own = _taken_apart(loss_fn, make_state, rng)
         _refusals.check_state_function(
             make_state,
@@ -284,37 +285,27 @@ class Workload:
             merged = [dataclasses.replace(own["schedule"], **one) for one in several]
             changed["schedule"] = merged if len(merged) > 1 else merged[0]
         options = dataclasses.replace(options, **changed)
-        return cls(losses, make_state, batch, rng, gpus, options, own)
-
-    @property
-    def gpu(self) -> Gpu:
-        return self.options.gpu_of(self.gpus)
-
-    @property
-    def is_nnx(self) -> bool:
-        """Whether its losses take a model of Flax nnx."""
-        return self.options.mutable == NNX_FIELDS
+        return cls(losses, make_state, batch, rng, gpus, gpu, options, own)
 
     @functools.cached_property
     def mesh(self) -> Mesh:
         """All GPUs along one axis; where a step names levels, of hosts and the GPUs of each."""
         axis, levels = self.options.axis, self.options.names_levels
-        if axis is None:
-            axis = LEVELS if levels else DEFAULT_AXIS
-        names = (axis,) if isinstance(axis, str) else tuple(axis)
-        if not levels < len(names) <= 2 or len(set(names)) < len(names) or "" in names:
+        usual = LEVELS if levels else DEFAULT_AXIS
+        names = as_names(usual if axis is None else axis) or ()
+        if not levels < len(names) <= 2 or len({*names, ""}) <= len(names):
             one = "" if levels else "the name of the mesh axis over all GPUs, such as 'batch', or "
             why = " Groups, regather= over an axis and quantized gradients need both." * levels
             raise ValueError(
                 f"axis={axis!r} must be {one}two names: of the hosts, and of the GPUs of each. Or "
                 f"leave axis= out.{why}"
             )
-        per_host = self.options.per_host
-        flat = aot.mesh(self.gpus, axis_names=names[-1], per_host=per_host)
-        if len(names) == 1:
-            return flat
-        local = min(flat.size, per_host)
-        return aot.mesh(self.gpus, (flat.size // local, local), names, per_host=per_host)
+        shape, per_host = None, self.options.per_host
+        if len(names) == 2:
+            count, _ = _known.parse_count(self.gpus)
+            local = max(1, min(count, per_host))
+            shape = count // local, local
+        return aot.mesh(self.gpus, shape, names, per_host=per_host)
 
     def settings(self, hidden: Iterable[str] = ()) -> list[str]:
         """Returns the options that are not the defaults, and the network if the user named it."""

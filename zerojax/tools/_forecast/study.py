@@ -102,18 +102,16 @@ class Study(Printed):
         """Draws with matplotlib, for each model, how throughput changes with the number of GPUs;
         saves the figure to `path`. It is narrow, to be read on a phone."""
         groups = grouped(self.cases, attrgetter("model", "gpu.name"))
-        markers = dict(
-            zip(dict.fromkeys(case.asked for case in self.cases), itertools.cycle("osD^vP"))
-        )
+        asked = dict.fromkeys(case.asked for case in self.cases)
+        markers = dict(zip(asked, itertools.cycle("osD^vP")))
         shown = [EACH, MOST_ROWS] if LARGEST in markers else [EACH]
         count = len(groups) * len(shown)
-        size = _figures.PHONE, HEIGHT * count + 1
-        how = {"figsize": size, "squeeze": False, "layout": "constrained"}
-        figure, axes = _figures.pyplot().subplots(count, **how)
-        panels = list(axes.flat)
-        drawn = itertools.product(groups.items(), shown)
-        for panel, (((model, kind), group), what) in zip(panels, drawn, strict=True):
-            _draw_panel(panel, group, what, markers)
+        figure, axes = _figures.pyplot().subplots(
+            count, figsize=(_figures.PHONE, HEIGHT * count + 1), squeeze=False, layout="constrained"
+        )
+        panels, drawn = list(axes.flat), itertools.product(groups, shown)
+        for panel, ((model, kind), what) in zip(panels, drawn, strict=True):
+            _draw_panel(panel, groups[model, kind], what, markers)
             panel.set_title(f"{model}, {what}", fontsize=POINTS, loc="left")
             panel.set_xlabel(f"{kind}s" * (what == shown[-1]))
         # One line for each label, of all panels.
