@@ -11,10 +11,8 @@ import numpy as np
 
 from zerojax._loss import batch as _batch, fields as _fields
 from zerojax._passes import means as _means
-from zerojax._plan.padding import padded, unpadded
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._table import few
-from zerojax._types import PyTree
 from zerojax.tools._verify import compare as _compare, reference as _reference
 from zerojax.tools._verify.compare import Check, Verification
 from zerojax.tools._verify.reference import Comparison, Reference, Replayed
@@ -101,18 +99,11 @@ def _explains(mistake: Replayed, kind: str, step: Comparison) -> bool:
         return False
     if step.grads is not None:
         return not any(check.is_wrong for check in step.gradient_checks(mistake.grads))
-    return _gave(step, *step.led_to(mistake.grads))
-
-
-def _gave(step: Comparison, new: PyTree, spreads: Sequence[np.ndarray]) -> bool:
-    """Whether the step gave the parameters and optimizer state of `new`."""
-    checks = step.state_checks(new, spreads)
+    checks = step.state_checks(*step.led_to(mistake.grads))
     return not any(check.is_wrong for check in checks if check.kind in OF_STATE[:2])
 
 
 def _of_the_update(step: Comparison, gradients_are_wrong: bool) -> str:
-    if _is_updated_on_shards(step):
-        return f"Each device ran the optimizer on its own shards only. {ON_SHARDS}"
     if gradients_are_wrong:
         return (
             "The gradients are not the mean over the parts, nor a sum, nor those of one part: "
@@ -128,33 +119,6 @@ def _of_the_update(step: Comparison, gradients_are_wrong: bool) -> str:
         f"or an update that is not that of tx or sees only shards. {ON_SHARDS} To tell them apart, "
         "return the gradients: metrics['grads']."
     )
-
-
-def _is_updated_on_shards(step: Comparison) -> bool:
-    """Whether updating each device's shards by themselves gives the step's new state."""
-    reference, plan = step.reference, step.reference.plan
-    if reference.recipe.mutable or not plan.groups.opt_state:
-        return False
-    treedef = jax.tree.structure(reference.state)
-    shardings = treedef.unflatten(leaf.update.sharding(plan.mesh) for leaf in plan.leaves)
-    shapes = treedef.unflatten(leaf.update.padded(leaf.shape) for leaf in plan.leaves)
-    places, widths = ((tree, _state.get_params(tree)) for tree in (shardings, shapes))
-    whole = jax.tree.map(padded, (reference.state, step.right.grads), widths)
-    specs = jax.tree.map(lambda sharding: sharding.spec, places)
-    update = jax.shard_map(
-        lambda state, grads: reference.update(grads, step.right, state),
-        mesh=plan.mesh,
-        in_specs=specs,
-        out_specs=specs[0],
-        check_vma=False,
-    )
-    try:
-        new = reference.moved(jax.jit(update)(*jax.device_put(whole, places)))
-    except (TypeError, ValueError):  # one that factors a matrix may not run on its shards at all
-        return False
-    new = jax.tree.map(lambda value, old: unpadded(value, old.shape), new, reference.state)
-    same = jax.tree.map(np.shape, new) == jax.tree.map(np.shape, reference.state)
-    return same and _gave(step, new, step.wanted[1])
 
 
 def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: float) -> str:
@@ -308,7 +272,8 @@ def check_fields_of_parts(report: Verification, reference: Reference, parts: Rep
     for name, each, _, _, has_no_mean in _fields_of(reference, parts, parts):
         differs = np.any(each != each[:1], axis=0)
         if has_no_mean and np.any(differs):
-            report.checks.append(_field_check(f"{name} on every part", each, each[:1]))
+            first = np.broadcast_to(each[:1], each.shape)
+            report.checks.append(_compare.compare(f"{name} on every part", "field", each, first, 0))
             wrong.append(f"{name} ({', '.join(_element(part, differs) for part in each)})")
     if wrong:
         report.causes.append(
@@ -328,7 +293,8 @@ def check_fields_of_whole(
         parts_differ = np.any(each != each[:1])
         off = _compare.difference(kept, of_whole)
         if has_no_mean and not parts_differ and np.any(off):
-            report.checks.append(_field_check(f"{name} on the whole batch", kept, of_whole))
+            where = f"{name} on the whole batch"
+            report.checks.append(_compare.compare(where, "field", kept, of_whole, 0))
             part, all_of_it = (_element(x, kept != of_whole) for x in (kept, of_whole))
             counts.append(f"{name} ({part} and {all_of_it})")
         limit = tolerance * np.max(np.abs(of_whole), initial=0.0)
@@ -363,12 +329,6 @@ def _fields_of(
         if _fields.is_field(leaf.path, names):
             each, kept, of_whole = map(_compare.numbers, (leaf.value, *values))
             yield leaf.name, each, kept, of_whole, _fields.has_no_mean(leaf.path, leaf.value, names)
-
-
-def _field_check(path: str, value: np.ndarray, wanted: np.ndarray) -> Check:
-    off = float(np.max(_compare.difference(value, wanted)))
-    scale = float(np.max(np.abs(wanted), initial=0.0))
-    return Check(path, "field", off, scale, 0.0, _compare.WRONG)
 
 
 def _element(value: np.ndarray, differs: np.ndarray) -> str:

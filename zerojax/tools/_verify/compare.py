@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from zerojax._table import Printed, Table
 from zerojax._types import PyTree, Shape, is_key
 
 Piece = tuple[slice, ...]
+Values: TypeAlias = Mapping[str, jax.Array]  # of a state, by name
+Spreads: TypeAlias = Mapping[str, np.ndarray]  # how far rounding moves each element of them
 
 PADDING = "padding"  # the kind of a check
 RIGHT, WRONG, UNSEEN = "ok", "wrong", "too small to tell"
@@ -196,8 +199,8 @@ def gradient_limits(grads: PyTree, tolerance: float) -> PyTree:
 
 
 def led_to(
-    update: Callable[[PyTree], PyTree], grads: PyTree, tolerance: float, observed: PyTree
-) -> tuple[PyTree, list[np.ndarray]]:
+    update: Callable[[PyTree], Values], grads: PyTree, tolerance: float, observed: PyTree
+) -> tuple[Values, Spreads]:
     """Returns the new state that gradients lead to, and how far each of its elements moves while
     they stay in their limits.
 
@@ -218,13 +221,14 @@ def led_to(
         return jnp.where(is_zero, grad, grad + jnp.asarray(signs * limit, grad.dtype))
 
     state, limits = update(grads), gradient_limits(grads, tolerance)
-    wanted = [numbers(leaf) for leaf in jax.tree.leaves(state)]
-    most = [np.zeros(leaf.shape, np.float32) for leaf in wanted]
+    wanted = {name: numbers(leaf) for name, leaf in state.items()}
+    most = {name: np.zeros(leaf.shape, np.float32) for name, leaf in wanted.items()}
     for sign in (1, -1, 0, 0):
         moved = update(jax.tree.map(functools.partial(noisy, sign), grads, limits, observed))
-        for far, leaf, new in zip(most, wanted, jax.tree.leaves(moved), strict=True):
-            np.maximum(far, difference(numbers(new), leaf), out=far, casting="unsafe")
-    return state, [2 * far + 10 * np.median(far) if far.size else far for far in most]
+        for name, far in most.items():
+            off = difference(numbers(moved[name]), wanted[name])
+            np.maximum(far, off, out=far, casting="unsafe")
+    return state, {k: 2 * far + 10 * np.median(far) if far.size else far for k, far in most.items()}
 
 
 def compare_padding(path: str, value: ArrayLike, shape: Shape) -> Check:

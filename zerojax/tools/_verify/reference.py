@@ -30,13 +30,14 @@ from zerojax._plan.precision import cast_floats, seen_in
 from zerojax._plan.roles import AS_WEIGHT, CODED, CORRECTION, SCALES, roles_of
 from zerojax._progress import working
 from zerojax._state import state as _state
+from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._step.step_options import precision_of
 from zerojax._table import human_bytes
 from zerojax._types import Device, PyTree, Shape, is_key, wide, zero_gradient
 from zerojax._wire.codecs import NOISE, QuantizedWire, rules_of
 from zerojax.tools._verify import compare as _compare, decoded as _decoded
-from zerojax.tools._verify.compare import WRONG, Check
+from zerojax.tools._verify.compare import WRONG, Check, Spreads, Values
 from zerojax.tools._verify.decoded import InTwoLeaves
 
 # Where weights or gradients travel quantized, gradients may be off by these multiples of the
@@ -358,71 +359,61 @@ class Comparison:
         return self.metrics.get("loss")
 
     @functools.cached_property
-    def wanted(self) -> tuple[PyTree, list[np.ndarray]]:
+    def wanted(self) -> tuple[Values, Spreads]:
         """The right new state, and how far rounding may put each of its elements from it."""
         return self.led_to(self.right.grads)
 
     @functools.cached_property
-    def numbers(self) -> list[InTwoLeaves]:
+    def numbers(self) -> InTwoLeaves:
         """The masters and moments that the state keeps in 8 bits."""
-        return _decoded.numbers_in(self.reference.state)
+        return _decoded.numbers_of(self.reference.plan)
 
-    def led_to(self, grads: PyTree) -> tuple[PyTree, list[np.ndarray]]:
-        """Returns the new state that these gradients lead to, and how far rounding moves it: each
-        leaf, and then each of `numbers`."""
+    def values(self, state: PyTree) -> Values:
+        """Returns the leaves of a state, and `numbers`, by name."""
+        with jax.default_device(self.reference.device):
+            return _decoded.by_name(state, self.reference.plan, self.numbers)
 
-        def update(grads: PyTree) -> tuple[PyTree, list[jax.Array]]:
-            state = self.reference.update(grads, self.right)
-            return state, _decoded.decoded(state, self.numbers)
+    def led_to(self, grads: PyTree) -> tuple[Values, Spreads]:
+        """Returns the new state that these gradients lead to, and how far rounding moves it."""
+
+        def update(grads: PyTree) -> Values:
+            return self.values(self.reference.update(grads, self.right))
 
         seen = grads if self.grads is None else self.grads
-        (state, _), spreads = _compare.led_to(update, grads, self.tolerance, seen)
-        return state, spreads
+        return _compare.led_to(update, grads, self.tolerance, seen)
 
-    def state_checks(self, new: PyTree, spreads: Sequence[np.ndarray]) -> Iterator[Check]:
+    def state_checks(self, new: Values, spreads: Spreads) -> Iterator[Check]:
         """Compares the step's new state with another one, leaf by leaf, judged by the change that
         the step should make; and its padding with zeros."""
-        values = {leaf.name: leaf.value for leaf in _state.leaves_of(self.state)}
-        old, planned = jax.tree.leaves(self.reference.state), self.reference.plan.leaves
-        yield from self.number_checks(new, spreads[len(old) :])
-        parts = (item for number in self.numbers for item in number.leaves.items())
-        codes = {name for role, name in parts if role != AS_WEIGHT}
-        columns = _state.leaves_of(new), old, spreads[: len(old)], planned, roles_of(new)
-        for leaf, before, far, place, role in zip(*columns, strict=True):
-            if leaf.name not in values:
-                yield Check(leaf.name, leaf.kind, np.inf, 0.0, 0.0, f"{WRONG}: missing")
+        reference, values = self.reference, self.values(self.state)
+        old, places = self.values(reference.state), {x.path: x for x in reference.plan.leaves}
+        roles = dict(zip(places, roles_of(reference.state), strict=True))
+        parts = (item for leaves in self.numbers.values() for item in leaves.items())
+        coded = {name for role, name in parts if role != AS_WEIGHT}
+        for name, leaf in new.items():
+            place, leaves, role = places.get(name), self.numbers.get(name, {}), roles.get(name)
+            kind = place.kind if place else PARAMS if CORRECTION in leaves else OPT_STATE
+            if name not in values:
+                if place:
+                    yield Check(name, kind, np.inf, 0.0, 0.0, f"{WRONG}: missing")
                 continue
-            value, wanted = values[leaf.name], _compare.numbers(leaf.value)
-            change = wanted - _compare.numbers(before)
-            if jnp.issubdtype(leaf.value.dtype, jnp.inexact):
-                eps = float(jnp.finfo(leaf.value.dtype).eps)
-                far = far + self.rounding(change) + 4 * eps * np.abs(np.nan_to_num(wanted))
+            value, wanted, far = values[name], _compare.numbers(leaf), spreads[name]
+            change = wanted - _compare.numbers(old[name])
+            if jnp.issubdtype(leaf.dtype, jnp.inexact):
+                eps = 0.0 if leaves else 4 * float(jnp.finfo(leaf.dtype).eps)
+                far = far + self.tolerance * float(np.max(np.abs(np.nan_to_num(change)), initial=0))
+                far = far + eps * np.abs(np.nan_to_num(wanted))
+            if leaves:
+                far = far + _decoded.apart(leaves, wanted)
             if role in CODES_APART:
                 # Another neighbour, at random; codes also count from another scale.
-                apart = np.abs(wanted) / 8 if role == SCALES else CODES_APART[role]
-                far = far + apart
-            options = {"judged": change, "rests": place.padded_shape}
-            check = _compare.compare(leaf.name, leaf.kind, value, leaf.value, far, **options)
-            if leaf.name not in codes or check.is_wrong or check.copies_differ:
+                far = far + (np.abs(wanted) / 8 if role == SCALES else CODES_APART[role])
+            padded = place and place.padded_shape
+            check = _compare.compare(name, kind, value, leaf, far, judged=change, rests=padded)
+            if name not in coded or check.is_wrong or check.copies_differ:
                 yield check
-            if place.rest.padding and np.shape(value) == place.padded_shape:
-                yield _compare.compare_padding(leaf.name, value, place.shape)
-
-    def number_checks(self, new: PyTree, spreads: Sequence[np.ndarray]) -> Iterator[Check]:
-        """Compares the masters and moments that the state keeps in 8 bits, decoded."""
-        shapes = {leaf.path: (leaf.shape, leaf.padded_shape) for leaf in self.reference.plan.leaves}
-        trees = (_decoded.decoded(each, self.numbers) for each in (new, self.reference.state))
-        columns = self.numbers, _decoded.seen(self.state, self.numbers, shapes), *trees, spreads
-        for number, value, wanted, before, far in zip(*columns, strict=True):
-            if value is not None:
-                exact = _compare.numbers(wanted)
-                change = exact - _compare.numbers(before)
-                far = far + self.rounding(change) + number.apart(exact)
-                yield _compare.compare(number.path, number.kind, value, wanted, far, judged=change)
-
-    def rounding(self, change: np.ndarray) -> float:
-        """Returns how far rounding puts a leaf that changes so."""
-        return self.tolerance * float(np.max(np.abs(np.nan_to_num(change)), initial=0.0))
+            if place and place.rest.padding and np.shape(value) == padded:
+                yield _compare.compare_padding(name, value, place.shape)
 
     def gradient_checks(self, grads: PyTree) -> Iterator[Check]:
         """Compares the step's gradients, where they are known, with others."""

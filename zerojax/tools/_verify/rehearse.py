@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, Mesh
 
@@ -32,7 +33,7 @@ from zerojax._state.state import state_of
 from zerojax._step.step import Step, train_step
 from zerojax._step.step_options import LossOptions
 from zerojax._table import few
-from zerojax._types import PyTree, Shape
+from zerojax._types import PyTree
 from zerojax.tools._verify.compare import WRONG, Check
 
 IN_PLAN, OF_COLLECTIVES = "plan", "collective"  # kinds of checks
@@ -56,15 +57,15 @@ def rehearsal(
     options, args = step.recipe.options, (batch,) if rng is None else (batch, rng)
     is_function = _state.is_state_function(source)
     shapes = jax.eval_shape(lambda: state_of(source)) if is_function else source
-    like = Counterparts(plan)
-    mesh = _mesh_like(plan, like, shapes, args, options)
-    small = _placed_like(plan, like, source, shapes, mesh, options.tx)
+    pairs = _counterparts(plan, shapes)
+    mesh = _mesh_like(plan, pairs, args, options)
+    small = _placed_like(plan, pairs, source, mesh, options.tx)
     changed: dict[str, Any] = vars(options) | {"plan": None if options.plan is None else small}
     if (schedule := options.schedule).prefetch == "auto":
         ahead = schedule.keep_layers > 1 or _compat.overlaps(plan.mesh.devices.flat[0])
         changed["schedule"] = dataclasses.replace(schedule, prefetch=ahead)
     here = train_step(step.recipe.loss_fn, **changed)
-    checks, notes = like.compared(small)
+    checks, notes = _compared(plan, small)
     sizes = [", ".join(f"{axis}={n}" for axis, n in one.shape.items()) for one in (plan.mesh, mesh)]
     notes.insert(0, f"Ran on {sizes[1]} in place of {sizes[0]}, with the placements of that plan.")
     state = small.place(source)
@@ -78,60 +79,51 @@ def _alike(path: str) -> str:
     return re.sub(r"\d+", "*", path)
 
 
-class Counterparts:
-    """The leaves of a large plan, by the paths of a small one's."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.leaves = {leaf.path: leaf for leaf in plan.leaves}
-
-    def pairs(self, leaves: Sequence[tuple[str, Shape]]) -> Iterator[tuple[LeafPlan, str, Shape]]:
-        """Yields the leaves that can be placed as those of the large plan."""
-        for path, shape in leaves:
-            leaf = self.leaves.get(path)
-            if leaf is not None and len(leaf.shape) == len(shape):
-                yield leaf, path, shape
-
-    def compared(self, small: Plan) -> tuple[list[Check], list[str]]:
-        """Returns a check for each leaf that is placed otherwise, and notes."""
-        checks, padded, narrow = [], [], []
-        here = {leaf.path: leaf for leaf in small.leaves}
-        pairs = [(path, self.leaves.get(path), leaf) for path, leaf in here.items()]
-        # A small model may have fewer layers: one of them stands for those that it lacks.
-        by_star = {_alike(path): leaf for path, leaf in here.items()}
-        lacking = [leaf for leaf in self.plan.leaves if leaf.path not in here]
-        pairs += [(leaf.path, leaf, by_star.get(_alike(leaf.path))) for leaf in lacking]
-        roles = roles_of(self.plan.treedef.unflatten(self.plan.leaves))
-        role_of = dict(zip(self.leaves, roles, strict=True))
-        for path, large, leaf in pairs:
-            if large is None or leaf is None:
-                odd = [f"the {'plan' if large is None else 'small state'} has no such leaf"]
-            else:
-                odd = [*_unlike(large, leaf)]
-                pads = [bool(each.update.padding) for each in (large, leaf)]
-                if path in here and large.update.dim is not None and pads[0] != pads[1]:
-                    where = "there and not here" if pads[0] else "here and not there"
-                    padded.append((where, path))
-            if odd and role_of.get(path) == SCALES:
-                narrow.append(path)
-            else:
-                checks += [_wrong(path, IN_PLAN, what) for what in odd]
-        notes = [
-            f"Padded {where}: {few(paths)}. Other sizes of the small model would change that."
-            for where in ("there and not here", "here and not there")
-            if (paths := [path for at, path in padded if at == where])
-        ]
-        if narrow:
-            notes.append(
-                f"Placed otherwise than there: {few(narrow)}. A row has a scale for each "
-                f"{NEIGHBOURS} numbers: {small.size} devices share those of widths that "
-                f"{NEIGHBOURS * small.size} divides."
-            )
-        return checks, notes
+def _counterparts(plan: Plan, state: PyTree) -> list[tuple[LeafPlan, _state.Leaf]]:
+    """Returns the leaves of a small state with those of a large plan, where both have as many dims."""
+    large = {leaf.path: leaf for leaf in plan.leaves}
+    pairs = [(large.get(leaf.name), leaf) for leaf in _state.leaves_of(state)]
+    return [(there, x) for there, x in pairs if there and len(there.shape) == np.ndim(x.value)]
 
 
-def _unlike(large: LeafPlan, small: LeafPlan) -> Iterator[str]:
+def _compared(plan: Plan, small: Plan) -> tuple[list[Check], list[str]]:
+    """Returns a check for each leaf that is placed otherwise than by the large plan, and notes."""
+    there, here = ({leaf.path: leaf for leaf in each.leaves} for each in (plan, small))
+    # A small model may have fewer layers: one of them stands for those that it lacks.
+    by_star = {_alike(path): leaf for path, leaf in here.items()}
+    roles = dict(zip(there, roles_of(plan.treedef.unflatten(plan.leaves)), strict=True))
+    checks, narrow = [], []
+    padded: dict[str, list[str]] = {"there and not here": [], "here and not there": []}
+    for path in here | there:
+        large, leaf = there.get(path), here.get(path, by_star.get(_alike(path)))
+        odd = [*_unlike(large, leaf)]
+        if odd and roles.get(path) == SCALES:
+            narrow.append(path)
+        else:
+            checks += [_wrong(path, IN_PLAN, what) for what in odd]
+        if large and leaf and path in here and large.update.dim is not None:
+            pads = bool(large.update.padding), bool(leaf.update.padding)
+            if pads[0] != pads[1]:
+                padded["there and not here" if pads[0] else "here and not there"].append(path)
+    notes = [
+        f"Padded {where}: {few(paths)}. Other sizes of the small model would change that."
+        for where, paths in padded.items()
+        if paths
+    ]
+    if narrow:
+        notes.append(
+            f"Placed otherwise than there: {few(narrow)}. A row has a scale for each "
+            f"{NEIGHBOURS} numbers: {small.size} devices share those of widths that "
+            f"{NEIGHBOURS * small.size} divides."
+        )
+    return checks, notes
+
+
+def _unlike(large: LeafPlan | None, small: LeafPlan | None) -> Iterator[str]:
     """Yields how the places of two leaves differ."""
+    if large is None or small is None:
+        yield f"the {'plan' if large is None else 'small state'} has no such leaf"
+        return
     if len(large.shape) != len(small.shape) or large.dtype != small.dtype:
         yield f"{large.dtype}{list(large.shape)} there, {small.dtype}{list(small.shape)} here"
         return
@@ -153,19 +145,19 @@ def _wrong(path: str, kind: str, what: str) -> Check:
 
 
 def _mesh_like(
-    plan: Plan, like: Counterparts, shapes: PyTree, args: Sequence[PyTree], options: LossOptions
+    plan: Plan,
+    pairs: Sequence[tuple[LeafPlan, _state.Leaf]],
+    args: Sequence[PyTree],
+    options: LossOptions,
 ) -> Mesh:
     """Returns a mesh of the same axes. Of those that fit, it is the one that pads most of the
     leaves that the plan pads, and the largest."""
     names = [axis for axis, n in plan.mesh.shape.items() if n > 1]
     devices = jax.local_devices()
-    leaves = [(leaf.name, np.shape(leaf.value)) for leaf in _state.leaves_of(shapes)]
-    pairs = list(like.pairs(leaves))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
     # A number that all devices here divide is one that some mesh of them does.
     padding = f", accumulate={options.accumulate}" if options.accumulate > 1 else ""
-    best: tuple[tuple, dict[str, int]] | None = None
-    refused = None
+    ranked, refused = [], None
     counts = [range(2, min(plan.mesh.shape[axis], len(devices)) + 1) for axis in names]
     for sizes in itertools.product(*counts):
         shape = dict.fromkeys(plan.mesh.axis_names, 1) | dict(zip(names, sizes, strict=True))
@@ -178,45 +170,46 @@ def _mesh_like(
             refused = error
             continue
         unlike = _unlike_padding(pairs, shape, plan.batch_axes)
-        rank = unlike, -math.prod(sizes), sizes
-        if unlike is not None and (best is None or rank < best[0]):
-            best = rank, shape
-    if best is None and refused is not None:
-        raise refused
-    if best is None:
-        raise ValueError(
+        if unlike is not None:
+            ranked.append((unlike, -math.prod(sizes), [*shape.values()]))
+    if not ranked:
+        raise refused or ValueError(
             f"the plan's mesh has the axes {names}, and each needs 2 devices at least: "
             f"{2 ** len(names)}, of which {len(devices)} are here. Emulate them before JAX starts: "
             f"jax.config.update('jax_num_cpu_devices', {max(8, 2 ** len(names))})."
         )
-    grid = np.array(devices[: math.prod(best[1].values())]).reshape([*best[1].values()])
+    sizes = min(ranked)[-1]
+    grid = np.array(devices[: math.prod(sizes)]).reshape(sizes)
     return Mesh(grid, plan.mesh.axis_names, axis_types=(AxisType.Auto,) * grid.ndim)
 
 
 def _unlike_padding(
-    pairs: Sequence[tuple[LeafPlan, str, Shape]], sizes: Mapping[str, int], axes: Axes
+    pairs: Sequence[tuple[LeafPlan, _state.Leaf]], sizes: Mapping[str, int], axes: Axes
 ) -> int | None:
     """Counts the leaves that would be padded only on one of two meshes; None where the user's own
     axes do not divide a leaf."""
     count = 0
-    for leaf, _, shape in pairs:
-        for dim, entry in enumerate(leaf.update.spec):
+    for there, leaf in pairs:
+        for length, entry in zip(leaf.value.shape, there.update.spec, strict=False):
             over = math.prod(sizes[axis] for axis in names_in([entry]))
             if not names_in([entry]) & {*axes}:
-                if shape[dim] % over:
+                if length % over:
                     return None
-            elif bool(shape[dim] % over) != bool(leaf.update.padding):
+            elif bool(length % over) != bool(there.update.padding):
                 count += 1
     return count
 
 
 def _placed_like(
-    plan: Plan, like: Counterparts, source: PyTree, shapes: PyTree, mesh: Mesh, tx: Any
+    plan: Plan,
+    pairs: Sequence[tuple[LeafPlan, _state.Leaf]],
+    source: PyTree,
+    mesh: Mesh,
+    tx: optax.GradientTransformation | None,
 ) -> Plan:
     """Returns the plan of a small state, each leaf of which is placed as the large one's."""
-    params = [leaf for leaf in _state.leaves_of(shapes) if leaf.kind == _state.PARAMS]
-    pairs = list(like.pairs([(leaf.name, np.shape(leaf.value)) for leaf in params]))
-    stacked = [re.escape(path.partition("/")[2]) for leaf, path, _ in pairs if leaf.stacked]
+    params = [leaf for leaf, _ in pairs if leaf.kind == _state.PARAMS]
+    stacked = [re.escape(leaf.path.partition("/")[2]) for leaf in params if leaf.stacked]
     is_sharded = axes_size(plan.mesh, plan.batch_axes) > 1
     small = _planner.plan(
         source,
@@ -224,18 +217,19 @@ def _placed_like(
         mesh=mesh,
         axis=plan.batch_axes,
         groups=dataclasses.asdict(plan.groups) if is_sharded else None,
-        overrides={f"^{re.escape(path)}$": leaf.update.spec for leaf, path, _ in pairs},
+        overrides={f"^{re.escape(leaf.path)}$": leaf.update.spec for leaf in params},
         min_shard_size=0,
         stacked=f"^({'|'.join(stacked)})$" if stacked else (),
         precision=plan.precision,
         tx=tx,
     )
+    large = {leaf.path: leaf for leaf in plan.leaves}
 
     def moved(leaf: LeafPlan) -> LeafPlan:
         """Returns a leaf in the memory of the large one."""
-        large = like.leaves.get(leaf.path, leaf)
-        rest = dataclasses.replace(leaf.rest, memory=large.rest.memory)
-        return dataclasses.replace(leaf, rest=rest, stays=large.stays)
+        there = large.get(leaf.path, leaf)
+        rest = dataclasses.replace(leaf.rest, memory=there.rest.memory)
+        return dataclasses.replace(leaf, rest=rest, stays=there.stays)
 
     return dataclasses.replace(small, leaves=tuple(map(moved, small.leaves)))
 
@@ -253,12 +247,11 @@ def _collectives(
 
     def grown(leaf: PyTree, role: _batch.Role) -> jax.ShapeDtypeStruct:
         """Returns the shape with as many rows for each device of the large mesh."""
-        struct = _state.shape_dtype(leaf)
-        if role.kind != _batch.BATCH:
-            return struct
-        shape = list(struct.shape)
-        shape[role.dim] = shape[role.dim] // small.size * plan.size
-        return jax.ShapeDtypeStruct(tuple(shape), struct.dtype)
+        part = _batch.part_shape(leaf, role, small.size)
+        shape = [*part.shape]
+        if role.kind == _batch.BATCH:
+            shape[role.dim] *= plan.size
+        return jax.ShapeDtypeStruct(shape, part.dtype)
 
     batch, *rng = treedef.unflatten(map(grown, leaves, roles))
     batch = aot.batch(batch, plan, batch_specs=options.batch_specs)
