@@ -41,6 +41,17 @@ UNNAMED = (
     "jax.jit(lambda state, batch: ...)."
 )
 
+HOST_TO_HOST = (
+    "a copy from host memory to host memory. Look for a loop that reads and writes one stack in "
+    "host memory in the same turn."
+)
+SLOW_COPIES = (  # of a kernel, and of the copy engines
+    "made by a kernel, which occupies the GPU, and not by its copy engines. XLA could not tell "
+    "where the slice is: index stacks in host memory by the loop's own counter.",
+    "a copy that the GPU waits for: nothing computes beside it. Look for a loop that needs an "
+    "array as soon as it fetches it, or sends one as soon as it computes it.",
+)
+
 Leaves = dict[str, LeafPlan]  # the sharded parameters, by path
 
 
@@ -116,13 +127,14 @@ def _all_reduces(report: Measurement, leaves: Leaves) -> Iterator[str]:
 
 
 def _reduced(report: Measurement, leaves: Leaves) -> Iterator[str]:
+    trained = [path for path, leaf in leaves.items() if not leaf.frozen]
     reducing = [
         t for t in report.traffic if t.kind in ARITHMETIC or _codecs.MESSAGES_SCOPE in t.scope
     ]
     reaches = any(path in leaves for one in reducing for path in one.paths)
-    if leaves and not reaches and all(one.wire_bytes <= FEW_BYTES for one in reducing):
+    if trained and not reaches and all(one.wire_bytes <= FEW_BYTES for one in reducing):
         yield (
-            f"no collective reduces the gradient of {next(iter(leaves))}, or of any other "
+            f"no collective reduces the gradient of {trained[0]}, or of any other "
             "parameter: each device trains on its own part of the batch. Take gradients with "
             "zerojax.value_and_grad or zerojax.train_step."
         )
@@ -310,26 +322,9 @@ def _copies(report: Measurement, plan: Plan) -> Iterator[str]:
         # Where a microbatch begins and ends, outside of loops over layers, nothing else computes.
         is_slow = one.trips > report.accumulate and not (one.by_engine and one.asynchronous)
         if one.wire_bytes > ANY_COPY and (one.kind == IN_HOST or is_slow):
-            yield f"{one.name}, {human_bytes(one.total_bytes)} a step{_slow_copy(one)}"
-
-
-def _slow_copy(one: Sent) -> str:
-    if one.kind == IN_HOST:
-        return (
-            ", is a copy from host memory to host memory. Look for a loop that reads and writes "
-            "one stack in host memory in the same turn."
-        )
-    if one.by_engine:
-        return (
-            f" {one.kind}, is a copy that the GPU waits for: nothing computes beside it. Look for "
-            "a loop that needs an array as soon as it fetches it, or sends one as soon as it "
-            "computes it."
-        )
-    return (
-        f" {one.kind}, is made by a kernel, which occupies the GPU, and not by its copy engines. "
-        "XLA could not tell where the slice is: index stacks in host memory by the loop's own "
-        "counter."
-    )
+            way = "" if one.kind == IN_HOST else f" {one.kind}"
+            what = HOST_TO_HOST if one.kind == IN_HOST else SLOW_COPIES[one.by_engine]
+            yield f"{one.name}, {human_bytes(one.total_bytes)} a step{way}, is {what}"
 
 
 # -- reading a report

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp
 
@@ -29,6 +29,18 @@ TRAFFIC_EXPLAINED = {
     "between": "The compute, modelled, that is scheduled between its start and its end.",
     "exposed": "The time, modelled, that the device waits for it each time that it runs.",
     "serves": "The parameters that it moves, or else the line of your code that it comes from.",
+}
+CELLS: dict[str, Callable[[Sent], str]] = {
+    "collective": lambda one: one.kind,
+    "dtype": lambda one: ",".join(one.dtypes),
+    "sent": lambda one: human_bytes(one.wire_bytes),
+    "times": lambda one: str(one.trips),
+    "loops": lambda one: str(len(one.loops)),
+    "group": lambda one: " x ".join(one.axes) if one.axes else str(one.group),
+    "when": lambda one: "async" if one.asynchronous else "sync",
+    "between": lambda one: human_time(one.between),
+    "exposed": lambda one: human_time(one.exposed),
+    "serves": lambda one: one.serves,
 }
 TIME_COLUMNS = ("between", "exposed")  # for a GPU whose speed is known
 FIGURES = ("step_seconds", "exposed_seconds", "overlap", "wire_bytes", "network_bytes")
@@ -133,15 +145,16 @@ class Report(Printed, Measurement):
 
     def plot(self, path: str | None = None) -> Figure:
         """Draws the timeline of compute and collectives with matplotlib; saves it to `path`."""
-        if self.gpu is None and self.backend == "tpu":
-            raise ValueError(f"there are no times to plot: {NO_TIMES}. print(report) has the rest.")
+        lacks = self.unread
         if self.gpu is None:
-            raise ValueError(
-                f"there are no times to plot: the program was compiled for {self.backend}. Pass "
-                "gpu='H100' to audit, or compile on zerojax.aot.mesh('8xH100')."
+            lacks = (
+                f"the program was compiled for {self.backend}. Pass gpu='H100' to audit, or "
+                "compile on zerojax.aot.mesh('8xH100')."
             )
-        if self.unread:
-            raise ValueError(f"there are no times to plot: {self.unread}")
+        if self.backend == "tpu":
+            lacks = f"{NO_TIMES}. print(report) has the rest."
+        if lacks or self.gpu is None:
+            raise ValueError(f"there are no times to plot: {lacks}")
         figure, axes = _figures.panels(2.8)
         spans = drawn_once([span for span in self.replay.spans if span.stream != IN_HOST])
         lanes = {name: at for name, at in LANES.items() if at >= 0 or self.replay.transfers}
@@ -180,11 +193,10 @@ class Report(Printed, Measurement):
     def table(self) -> Table:
         largest = sorted(self.traffic, key=lambda one: -one.total_bytes)[:LARGEST_SHOWN]
         timed = self.step_seconds is not None
-        shown = [title for title in TRAFFIC_EXPLAINED if timed or title not in TIME_COLUMNS]
-        rows = [dict(zip(TRAFFIC_EXPLAINED, _cells(one), strict=True)) for one in largest]
+        shown = [title for title in CELLS if timed or title not in TIME_COLUMNS]
         return Table(
             shown,
-            [[row[title] for title in shown] for row in rows],
+            [[CELLS[title](one) for title in shown] for one in largest],
             title=[*self._summary(), ""],
             notes=self._notes(),
             right=("sent", "times", "loops", *TIME_COLUMNS),
@@ -226,12 +238,9 @@ class Report(Printed, Measurement):
             )
         if self.backend == "tpu":
             lines.append(f"modelled step      none: {NO_TIMES}")
-        if self.wide_matmuls:
-            lines.append(f"matmuls            in {' and '.join(self.matmuls)}: {self.wide_matmuls}")
-        if self.lacks:
-            lines.append(f"matmuls            {self.lacks}")
-        if replay.unknown_loops:
-            names = ", ".join(replay.unknown_loops[:3])
+        wide = self.wide_matmuls and f"in {' and '.join(self.matmuls)}: {self.wide_matmuls}"
+        lines += [f"matmuls            {text}" for text in (wide, self.lacks) if text]
+        if names := ", ".join(replay.unknown_loops[:3]):
             lines.append(f"loops of unknown length are counted once: {names}")
         lines += [f"layers             {text}" for text in self.layers]
         lines += [f"warning: {text}" for text in (*self.warnings, self.unread) if text]
@@ -240,12 +249,10 @@ class Report(Printed, Measurement):
     def _verdict(self, stage: int) -> str:
         """Says whether the stage's contract holds."""
         count = len(self._findings)
-        if not count:
-            return f"keeps the contract of stage {stage}"
         if self.unread or _contract.UNNAMED in self._findings:
             return f"the contract of stage {stage} cannot be checked: report.check() says why"
-        ways = "1 way" if count == 1 else f"{count} ways"
-        return f"breaks the contract of stage {stage} in {ways}: report.check()"
+        breaks = f"breaks the contract of stage {stage} in {count} way{'s' * (count > 1)}"
+        return f"{breaks}: report.check()" if count else f"keeps the contract of stage {stage}"
 
     def _notes(self) -> list[str]:
         left = len(self.traffic) - LARGEST_SHOWN
@@ -257,21 +264,6 @@ class Report(Printed, Measurement):
         if self.backend == "cpu" and narrow and jnp.finfo(narrow).bits < 32:
             lines.append(f"CPUs send {jnp.dtype(narrow).name} as f32; GPUs do not.")
         return lines
-
-
-def _cells(one: Sent) -> tuple[str, ...]:
-    return (
-        one.kind,
-        ",".join(one.dtypes),
-        human_bytes(one.wire_bytes),
-        str(one.trips),
-        str(len(one.loops)),
-        " x ".join(one.axes) if one.axes else str(one.group),
-        "async" if one.asynchronous else "sync",
-        human_time(one.between),
-        human_time(one.exposed),
-        one.serves,
-    )
 
 
 def check_limits(max_peak_bytes: object, min_overlap: object) -> None:
