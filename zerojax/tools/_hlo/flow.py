@@ -261,12 +261,9 @@ def waiting(module: Module, readers: Iterable[Instruction]) -> list[Slot]:
         lives = [(order[_maker(one.operands[at])], order[one], (one, at)) for one, at in slots]
         times = {read for _, read, _ in lives}
         alive = ([slot for made, read, slot in lives if made < now <= read] for now in times)
-        fullest += max(alive, key=_operand_bytes, default=[])
+        sums = ((sum(one.operands[at].nbytes for one, at in slots), slots) for slots in alive)
+        fullest += max(sums, key=lambda each: each[0], default=(0, []))[1]
     return fullest
-
-
-def _operand_bytes(slots: Iterable[Slot]) -> float:
-    return sum(reader.operands[at].nbytes for reader, at in slots)
 
 
 def _maker(value: Instruction) -> Instruction:

@@ -6,7 +6,6 @@
 import dataclasses
 import math
 import re
-from typing import Any
 
 from zerojax._declared import checked
 
@@ -370,7 +369,7 @@ def rates_of(gpu: str, **others: float) -> Rates:
                 f"rates_of({gpu!r}, {name}={rate:g}): rates are in bytes/s, or in FLOP/s. Pass "
                 f"{name}={rate:g}e9 for {rate:g} GB/s."
             )
-    free: dict[str, Any] = {"host_memory": math.inf} if "host" in others else {}
+    free: dict[str, float] = {"host_memory": math.inf} if "host" in others else {}
     free |= {"through_host": False} if "link" in others else {}
     return dataclasses.replace(named(gpu).rates, **free | others)
 

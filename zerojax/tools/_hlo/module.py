@@ -425,8 +425,6 @@ class Module:
 
     def _positions(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
         """Yields (file, line) of the instruction's stack frames, innermost first."""
-        if file := instruction.attribute(r'source_file="([^"]*)"'):
-            yield file, instruction.attribute(r"source_line=(\d+)") or "?"
         frame = instruction.attribute(r"stack_frame_id=(\d+)") or ""
         while row := self._tables.get("StackFrames", {}).get(frame):
             ids = _numbers(row)

@@ -13,7 +13,6 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from typing import Any
 
 import numpy as np
 
@@ -218,7 +217,7 @@ class _Player:
 
     def sent(self, instruction: Instruction, trips: int, loops: Loops) -> Sent | None:
         """Returns the collective or the copy that an instruction is, if it is one."""
-        kind, into = instruction.collective, self.result.collectives
+        kind = instruction.collective
         starts = instruction.opcode.endswith("-start")
         if instruction.fuses and (fused := self.module.fused_collective(instruction)):
             starts = self.module.starts(instruction)
@@ -231,21 +230,21 @@ class _Player:
             size = len(members)
             on_host = sum(m // self.per_host == members[0] // self.per_host for m in members)
             nbytes = wire_bytes(kind, sum(array.nbytes for array in arrays), size)
-            seconds = self.rates.seconds(kind, nbytes, size, on_host)
-            between_hosts = nbytes * network_share(kind, size, on_host)
-            more: dict[str, Any] = {"parts": tuple(arrays), "members": members, "on_host": on_host}
-            more |= {"axes": axes, "network_bytes": between_hosts}
+            one = Sent(instruction, instruction.name, kind, nbytes, starts)
+            one.seconds = self.rates.seconds(kind, nbytes, size, on_host)
+            one.network_bytes = nbytes * network_share(kind, size, on_host)
+            one.parts, one.members, one.on_host, one.axes = tuple(arrays), members, on_host, axes
+            self.result.collectives.append(one)
         elif self.module.uses_host and (copied := copy_of(self.module, instruction)):
             kind, nbytes, by_engine = copied
+            one = Sent(instruction, instruction.name, kind, nbytes, starts, by_engine=by_engine)
             rate = self.rates.to_host(min(self.per_host, self.module.devices))
-            seconds = nbytes / rate + self.rates.host_latency
-            into, more = self.result.transfers, {"by_engine": by_engine}
+            one.seconds = nbytes / rate + self.rates.host_latency
+            self.result.transfers.append(one)
         else:
             return None
-        more |= {"loops": tuple(loop.name for loop in loops), "scope": instruction.op_name}
-        more |= {"trips": trips, "seconds": seconds}
-        one = Sent(instruction, instruction.name, kind, nbytes, starts, **more)
-        into.append(one)
+        one.trips, one.loops = trips, tuple(loop.name for loop in loops)
+        one.scope = instruction.op_name
         return one
 
     def wait(self, one: Sent, now: float, end: float, origin: float) -> float:
