@@ -216,6 +216,10 @@ def test_refusals():
     for other in (step.compile(state, ROWS), zerojax.eval_step(layers)):
         with pytest.raises(TypeError, match="compile the result"):
             zerojax.tools.replayed(other, every=1)
+    twice = zerojax.tools.replayed(step, every=1)
+    with pytest.raises(TypeError, match=r"already\. Pass the step that it was made from"):
+        zerojax.tools.replayed(twice, every=1)
+    assert zerojax.verify(twice, state, ROWS).ok and twice.replays.calls == 0
     with pytest.raises(ValueError, match="Call it outside"):
         jax.jit(zerojax.tools.replayed(step, every=1))(state, ROWS)
 

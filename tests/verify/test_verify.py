@@ -283,6 +283,16 @@ def test_steps_that_cannot_be_verified(step, batch, options, message):
         zerojax.verify(by_hand, placed(), batch, **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"plan": "of other devices"}], ids=["", "rehearsed"])
+def test_another_mesh_that_is_set_is_refused(options):
+    """It has the state's axes, and other devices."""
+    state = placed()
+    options = options and {"plan": state.tx.plan}
+    step, source = zerojax.train_step(mean_loss), (lambda: placed()) if options else state
+    with jax.set_mesh(make_mesh(4)), pytest.raises(ValueError, match=r"Set the state's, jax\.set"):
+        zerojax.verify(step, source, X, **options)
+
+
 def test_a_state_too_large_for_one_device_is_refused_before_anything_runs():
     class Small:
         def memory_stats(self):

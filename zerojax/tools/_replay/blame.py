@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax._specs import names_in
+from zerojax._table import few
 from zerojax._types import Device
 
 MOST_NAMED = 4  # leaves and devices that a message names before it counts the rest
@@ -88,14 +89,14 @@ def error(
     if np.array_equal(first, second):
         odd, leaves = unlike_copies(runs[1], mesh)
         whose, vote = "its copy" if odd.sum() == 1 else "their copies", ""
-        where = f"in {whose} of {_few(leaves)}, in both runs"
+        where = f"in {whose} of {few(leaves, MOST_NAMED)}, in both runs"
     # Up to the first collective that differs, all devices have received the same in both runs, so
     # these computed something else. If they have sent the same throughout, it is the update.
     elif sent.any():
         at = int(sent.any(axis=0).argmax())
         odd, where = sent[:, at], f"first in what it sends to the {labels[at]}"
     else:
-        odd, where = held.any(axis=1), f"first in what the step leaves of {_few(leaves)}"
+        odd, where = held.any(axis=1), f"first in what the step leaves of {few(leaves, MOST_NAMED)}"
     if vote and (is_first or is_second):
         vote = f" A third run gives what the {'first' if is_first else 'second'} gave."
     elif vote and odd.sum() > mesh.size // 2:
@@ -110,13 +111,8 @@ def error(
     if len(names) == mesh.size > 1:
         names = [f"all {mesh.size} devices"]
     return ReplayError(
-        f"a step ran twice on the same state and batch, and {_few(names)} {verb} {where}.{vote} "
-        f"The state before the step is as it was{remedy}.",
+        f"a step ran twice on the same state and batch, and {few(names, MOST_NAMED)} {verb} "
+        f"{where}.{vote} The state before the step is as it was{remedy}.",
         mesh.devices.ravel()[odd],
         leaves,
     )
-
-
-def _few(names: Sequence[str]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

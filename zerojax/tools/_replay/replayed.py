@@ -10,7 +10,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -67,16 +67,20 @@ def replayed(step: S, *, every: int) -> S:
         raise ValueError(
             f"every={every!r} must be 1 or more: the first call and each so many later ones check."
         )
-    source: Any = step
+    source: PyTree = step
     if hasattr(source, "pure"):  # of nnx
         return type(source)(replayed(source.functional, every=every))
+    if hasattr(source, "replays"):
+        raise TypeError(
+            f"step={step!r} checks the devices already. Pass the step that it was made from."
+        )
     if not isinstance(source, Step) or not source.recipe.options.differentiates:
         raise TypeError(
             f"step={step!r} is no training step. Pass one of zerojax.train_step or "
             "zerojax.nnx.train_step that is not compiled yet, and compile the result."
         )
-    replayed_step: Any = ReplayedStep(source, every)
-    return replayed_step
+    source = ReplayedStep(source, every)
+    return source
 
 
 class Checking(Step):
@@ -164,9 +168,8 @@ def _checksums(sent: list[Array], held: list[Array], mesh: Mesh) -> np.ndarray:
 @_axis_types.auto_axes()
 def _rows(sent: PyTree, held: PyTree, specs: tuple, mesh: Mesh) -> Array:
     def row(sent: Sequence[Array], held: Sequence[Array]) -> Array:
-        return jnp.concatenate([*map(jnp.ravel, sent), jnp.array([*map(of_bits, held)], "uint32")])[
-            None
-        ]
+        sums = jnp.array([*map(of_bits, held)], "uint32")
+        return jnp.concatenate([*map(jnp.ravel, sent), sums])[None]
 
     rows = PartitionSpec(mesh.axis_names)
     program = jax.shard_map(row, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
@@ -204,7 +207,7 @@ class ReplayedStep(Step):
 class CompiledReplay(CompiledStep):
     """A compiled step that checks some of its calls before it runs them."""
 
-    replays: Any = None
+    replays: Replays = dataclasses.field(kw_only=True)
 
     def __call__(self, state: PyTree, *args: PyTree) -> PyTree:
         self.replays(state, *args)

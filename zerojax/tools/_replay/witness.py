@@ -8,7 +8,7 @@ which some device sends something else. Reads the gradients once more.
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -47,13 +47,13 @@ class Witness:
                 labels.append(_label(eqn))
         return labels
 
-    def run(self, closed: Closed, inputs: Sequence[Any]) -> Witnessed:
+    def run(self, closed: Closed, inputs: Sequence[Array]) -> Witnessed:
         jaxpr, consts = closed
         eqns, inliner = _flat(jaxpr)
         variables, sums = [*jaxpr.invars, *jaxpr.constvars], list[Array]()
         env = inliner.constants | dict(zip(variables, [*inputs, *consts], strict=True))
 
-        def read(atom: Atom) -> Any:
+        def read(atom: Atom) -> Array:
             return env[atom] if is_var(atom) else atom.val  # type: ignore
 
         for eqn in eqns:
@@ -83,7 +83,7 @@ class Witness:
                 is_of_step = eqn.params["mesh"].shape == self.mesh.shape
                 return _compat.inner_jaxpr(eqn) if is_of_step else None
 
-    def run_shard_map(self, eqn: JaxprEqn, body: Closed, values: list[Any]) -> Witnessed:
+    def run_shard_map(self, eqn: JaxprEqn, body: Closed, values: list[Array]) -> Witnessed:
         params, manual = eqn.params, eqn.params["newly_manual_axes"]
         rows = PartitionSpec(tuple(axis for axis in self.mesh.axis_names if axis in manual))
 
@@ -101,7 +101,7 @@ class Witness:
         )(*values)
         return outs, [lax.with_sharding_constraint(sums, NamedSharding(self.mesh, rows))]
 
-    def run_scan(self, eqn: JaxprEqn, body: Closed, values: list[Any]) -> Witnessed:
+    def run_scan(self, eqn: JaxprEqn, body: Closed, values: list[Array]) -> Witnessed:
         consts, carried = _compat.scan_counts(eqn.params)
         fixed, rest = values[:consts], values[consts:]
         init, xs = rest[:carried], rest[carried:]
@@ -114,7 +114,7 @@ class Witness:
         carry, (ys, sums) = lax.scan(turn, init, xs, **options)
         return [*carry, *ys], [jnp.sum(turns, axis=0, dtype=jnp.uint32) for turns in sums]
 
-    def run_while(self, eqn: JaxprEqn, body: Closed, values: list[Any]) -> Witnessed:
+    def run_while(self, eqn: JaxprEqn, body: Closed, values: list[Array]) -> Witnessed:
         condition = _compat.opened(eqn.params["cond_jaxpr"])
         before, fixed = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         of_condition, of_body = values[:before], values[before : before + fixed]

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -95,21 +94,24 @@ def verify(
             "to the largest. Leave it out for one that fits their dtypes."
         )
     args, checks, notes = (batch,) if rng is None else (batch, rng), [], []
+    if replays := getattr(step, "replays", None):  # of `zerojax.tools.replayed`
+        step = replays.step
     if plan is not None and like is not None:
         raise TypeError(
             "verify(plan=) runs the step on another mesh, which a step of your own may not know. "
             "Leave like= out, and pass the step that you would pass there."
         )
     if plan is not None:
-        step, state, args, checks, notes = _rehearse.rehearsal(step, state, batch, rng, plan)
+        with _mesh.unset():
+            step, state, args, checks, notes = _rehearse.rehearsal(step, state, batch, rng, plan)
     recipe = _recipe_of(step if like is None else like)
     plan = _plan_of(state, args, recipe)
     with _mesh.unset(), working("verify: copying the state to one device"):
         reference = Reference(recipe, plan, state, args, device)
-    on_all = f"on {plan.mesh.size} device{'s' * (plan.mesh.size > 1)}"
-    with working(f"verify: running the step {on_all}"):
         # As the step may donate its arguments, it gets copies.
         copied = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, (state, *args))
+    on_all = f"on {plan.mesh.size} device{'s' * (plan.mesh.size > 1)}"
+    with working(f"verify: running the step {on_all}"):
         result = jax.block_until_ready(step(*copied))
     new_state, metrics = _taken_apart(result)
     grads = metrics.get("grads")
@@ -137,20 +139,20 @@ def _taken_apart(result: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
     return state, dict(metrics) if isinstance(metrics, Mapping) else {"loss": metrics}
 
 
-def _recipe_of(step: Any) -> Recipe:
+def _recipe_of(step: object) -> Recipe:
     """Returns the loss and the options of a step; raises for one that the library did not make."""
     if hasattr(step, "pure"):
         raise TypeError(
             "for a step of zerojax.nnx, call zerojax.verify(*step.pure(model, optimizer, batch))."
         )
-    if not hasattr(step, "recipe"):
+    if (recipe := getattr(step, "recipe", None)) is None:
         raise TypeError(
             "the step does not come from zerojax.train_step, so verify cannot know its loss. Pass "
             "one that should do the same: zerojax.verify(step, state, batch, "
             "like=zerojax.train_step(loss_fn)), with tx=, plan=, accumulate= or mutable= where "
             "they apply."
         )
-    return step.recipe
+    return recipe
 
 
 def _plan_of(state: PyTree, args: Sequence[PyTree], recipe: Recipe) -> Plan:
