@@ -156,25 +156,25 @@ class Reference:
         The keys of the streams in a nnx model, too: the step folds them by an argument.
         """
         other = copy.copy(self)
-        values, treedef = jax.tree.flatten(self.args)
-        pairs = zip(values, self.roles, strict=True)
-        keys = [alike(v) if role.kind == _batch.KEY else v for v, role in pairs]
-        other.args = treedef.unflatten(keys)
+        other.args = self._changed(_batch.KEY, lambda key, _: alike(key))
         if hasattr(self.state, "with_streams"):
             other.state = self.state.with_streams(alike)
         return other
 
     def repeated(self, part: int) -> PyTree:
         """Returns the arguments with one part of the batch in place of every part."""
-        values, treedef = jax.tree.flatten(self.args)
-        ways = self.ways
 
         def taken(value: jax.Array, role: _batch.Role) -> jax.Array:
-            if role.kind != _batch.BATCH:
-                return value
-            return jnp.concatenate([_batch.split(value, role.dim, ways)[part]] * ways, role.dim)
+            parts = _batch.split(value, role.dim, self.ways)
+            return jnp.concatenate([parts[part]] * self.ways, role.dim)
 
-        return treedef.unflatten(map(taken, values, self.roles))
+        return self._changed(_batch.BATCH, taken)
+
+    def _changed(self, kind: str, change: Callable[[jax.Array, _batch.Role], jax.Array]) -> PyTree:
+        """Returns the arguments with those of a kind changed."""
+        values, treedef = jax.tree.flatten(self.args)
+        pairs = zip(values, self.roles, strict=True)
+        return treedef.unflatten(change(x, r) if r.kind == kind else x for x, r in pairs)
 
     def replay(
         self,

@@ -80,7 +80,7 @@ def _alike(path: str) -> str:
 
 
 def _counterparts(plan: Plan, state: PyTree) -> list[tuple[LeafPlan, _state.Leaf]]:
-    """Returns the leaves of a small state with those of a large plan, where both have as many dims."""
+    """Returns leaves of a small state beside those of a large plan, if both have as many dims."""
     large = {leaf.path: leaf for leaf in plan.leaves}
     pairs = [(large.get(leaf.name), leaf) for leaf in _state.leaves_of(state)]
     return [(there, x) for there, x in pairs if there and len(there.shape) == np.ndim(x.value)]
