@@ -31,32 +31,27 @@ class Conversion:
 
     def __init__(self, leaves: Sequence[Leaf], saved: Mapping[str, jax.ShapeDtypeStruct]) -> None:
         self.saved = saved
-        self.like = {leaf.name: leaf.value for leaf in leaves}
+        self.like = {leaf.name: _matching.stored_struct(leaf.value) for leaf in leaves}
         self.wanted, self.theirs = _roles.names_of(self.like), _roles.names_of(saved)
-
-    @property
-    def is_needed(self) -> bool:
-        return self.wanted.wrappers != self.theirs.wrappers
+        self.is_needed = self.wanted.wrappers != self.theirs.wrappers
 
     def as_wanted(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the saved leaves as if they had been saved like `like`, and those left over."""
         structs = {}
         for owner, names in self.wanted.roles.items():
-            sources, is_same = self.sources(owner), self.is_same(owner)
+            sources = self.sources(owner)
             for role, name in names.items():
-                dtype = _matching.stored_struct(self.like[name]).dtype
-                if is_same:
+                if self.is_same(owner):
                     structs[name] = self.saved[sources[role]]
                 elif sources or role == UPDATES:
                     shape = next((self.saved[source].shape for source in sources.values()), ())
                     shape = _encodings.scale_shape(shape) if role == SCALES else shape
-                    structs[name] = jax.ShapeDtypeStruct(shape, dtype)
-        return structs | {
-            name: self.saved[name]
-            for owner, names in self.theirs.roles.items()
-            for role, name in names.items()
-            if role != UPDATES and owner not in self.wanted.roles
-        }
+                    structs[name] = jax.ShapeDtypeStruct(shape, self.like[name].dtype)
+        left = [
+            names for owner, names in self.theirs.roles.items() if owner not in self.wanted.roles
+        ]
+        names = [name for names in left for role, name in names.items() if role != UPDATES]
+        return structs | {name: self.saved[name] for name in names}
 
     def check_whole(self, matched: Container[str], keep: str | None) -> None:
         """Raises if what `match` has found is only a part of a number: a weight without its master,
@@ -65,7 +60,7 @@ class Conversion:
             names = [name for role, name in roles.items() if role != UPDATES]
             kept = [name for name in names if name not in matched]
             if kept and len(kept) < len(names):
-                (read, *_) = (name for name in names if name in matched)
+                read = next(name for name in names if name in matched)
                 raise ValueError(
                     f"keep={keep!r} keeps {kept[0]} and not {read}, which are one number: the next "
                     "step would compute with a part of the old one. Keep both, or none: "
@@ -84,63 +79,50 @@ class Conversion:
         mine, theirs = self.wanted.roles[owner], self.theirs.roles.get(owner, {})
         if mine.keys() != theirs.keys() or mine.keys() != {AS_MOMENT}:
             return mine.keys() == theirs.keys()
-        like, saved = self.like[mine[AS_MOMENT]], self.saved[theirs[AS_MOMENT]]
-        dtypes = {_matching.stored_struct(like).dtype, saved.dtype}
+        dtypes = {self.like[mine[AS_MOMENT]].dtype, self.saved[theirs[AS_MOMENT]].dtype}
         return len(dtypes) == 1 or not all(jnp.issubdtype(x, jnp.floating) for x in dtypes)
 
     def read(self, matched: Mapping[str, PyTree], read: Read) -> dict[str, Array]:
         """Reads the leaves of `like` that `match` has found in `as_wanted()`."""
-        whole, parts = dict[str, str](), {}
+        sources, values = dict[str, str](), {}
         for owner, names in self.wanted.roles.items():
-            names = {role: name for role, name in names.items() if name in matched}
+            roles = {name: role for role, name in names.items() if name in matched}
             if self.is_same(owner):
-                whole |= {self.theirs.roles[owner][role]: name for role, name in names.items()}
-            elif names:
-                parts[owner] = {name: role for role, name in names.items()}
-        read_whole = read({source: matched[name] for source, name in whole.items()})
-        values = {whole[source]: value for source, value in read_whole.items()}
-        for owner, roles in parts.items():
-            values |= self.converted(owner, roles, {name: matched[name] for name in roles}, read)
-        return values
-
-    def place(self, owner: str) -> jax.ShapeDtypeStruct:
-        """Returns the part of a leaf, in device memory, of which a device has least."""
-
-        def size(struct: jax.ShapeDtypeStruct) -> int:
-            return math.prod(struct.sharding.shard_shape(struct.shape))
-
-        names = (name for role, name in self.wanted.roles[owner].items() if role != SCALES)
-        least = min((_matching.stored_struct(self.like[name]) for name in names), key=size)
-        return least.update(sharding=_on_device(least.sharding))
+                sources |= {n: self.theirs.roles[owner][role] for n, role in roles.items()}
+            elif roles:
+                values |= self.converted(owner, roles, matched, read)
+        whole = read({source: matched[name] for name, source in sources.items()})
+        return values | {name: whole[source] for name, source in sources.items()}
 
     def converted(
-        self, owner: str, roles: Mapping[str, str], likes: Mapping[str, PyTree], read: Read
+        self, owner: str, roles: Mapping[str, str], matched: Mapping[str, PyTree], read: Read
     ) -> dict[str, Array]:
-        """Reads one leaf and returns its parts, of which `roles` and `likes` say what they are."""
-        structs = {name: _matching.stored_struct(like) for name, like in likes.items()}
-        saved = {role: (name, self.saved[name]) for role, name in self.sources(owner).items()}
-        place, target = self.place(owner), {}
-        for role, (name, struct) in saved.items():
-            target[name] = place.update(dtype=struct.dtype)
+        """Reads one leaf and returns its parts, of which `roles` says what they are."""
+        sources = self.sources(owner)
+        # It is read, into device memory, as that of its parts of which a device has least.
+        likes = [self.like[n] for role, n in self.wanted.roles[owner].items() if role != SCALES]
+        like = min(likes, key=lambda x: math.prod(x.sharding.shard_shape(x.shape)))
+        place, target = _on_device(like.sharding), {}
+        for role, name in sources.items():
+            shape, dtype, sharding = like.shape, self.saved[name].dtype, place
             if role == SCALES:  # whole along the last dimension
-                shape, sharding = (*place.shape[:-1], struct.shape[-1]), place.sharding
-                if isinstance(sharding, NamedSharding):
-                    spec = PartitionSpec(*sharding.spec[: len(shape) - 1])
-                    sharding = NamedSharding(sharding.mesh, spec)
-                target[name] = jax.ShapeDtypeStruct(shape, struct.dtype, sharding=sharding)
+                shape = *shape[:-1], self.saved[name].shape[-1]
+                if isinstance(place, NamedSharding):
+                    sharding = place.update(spec=PartitionSpec(*place.spec[: len(shape) - 1]))
+            target[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-        def run(values: Mapping[str, Array]) -> list[Array]:
+        def run(values: Mapping[str, Array]) -> dict[str, Array]:
             # A count of updates that were not counted has no source.
             number = jnp.zeros((), jnp.int32)
-            if saved:
-                parts = {role: unpadded(values[n], x.shape) for role, (n, x) in saved.items()}
+            if sources:
+                parts = {r: unpadded(values[n], self.saved[n].shape) for r, n in sources.items()}
                 number = _roles.number_of(parts)
-            parts = (_roles.part_of(number, roles[n], x.dtype) for n, x in structs.items())
-            return [padded(part, x.shape) for part, x in zip(parts, structs.values(), strict=True)]
+            parts = {n: _roles.part_of(number, r, self.like[n].dtype) for n, r in roles.items()}
+            return {name: padded(part, self.like[name].shape) for name, part in parts.items()}
 
-        places = [_on_device(struct.sharding) for struct in structs.values()]
+        places = {name: _on_device(self.like[name].sharding) for name in roles}
         parts = jax.jit(run, out_shardings=places)(read(target) if target else {})
-        return {n: _matching.laundered(x, likes[n]) for n, x in zip(likes, parts, strict=True)}
+        return {name: _matching.laundered(part, matched[name]) for name, part in parts.items()}
 
 
 def _on_device(sharding: Sharding) -> Sharding:
