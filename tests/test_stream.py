@@ -277,7 +277,8 @@ def test_gathers_for_gpus_take_no_more_than_is_counted(row):
         tensor = tensors[name]
         gather = _stream._gather_of(tensor, values, "bfloat16")
         gathered = lambda *args, gather=gather: _stream._gathered(*args, gather)
-        parts = [values[one.leaf] for one in tensor.parts], [one.index for one in tensor.parts]
+        leaves = [values[one.leaf].value for one in tensor.parts]
+        parts = leaves, [one.index for one in tensor.parts]
         whole = NamedSharding(plan.mesh, P())
         program = jax.jit(gathered, out_shardings=whole).lower(*parts).compile()
         memory = program.memory_analysis()
@@ -316,7 +317,8 @@ def test_what_travels_has_the_dtype_that_is_asked_for():
     for dtype, bits in ((None, "uint32"), ("bfloat16", "uint16")):
         tensor = tensors["h.0.qk"]
         gather = _stream._gather_of(tensor, values, dtype)
-        parts = [values[one.leaf] for one in tensor.parts], [one.index for one in tensor.parts]
+        leaves = [values[one.leaf].value for one in tensor.parts]
+        parts = leaves, [one.index for one in tensor.parts]
         jaxpr = _stream._gathered.trace(*parts, gather).jaxpr
         sent = [(one.kind, one.dtype) for one in collectives(jaxpr)]
         assert sent == [("all-gather", bits)] * 2

@@ -20,8 +20,8 @@ from zerojax._checkpoint import (
     save as _save,
     tensor_files as _tensor_files,
 )
-from zerojax._checkpoint.into_codes import as_weight, encoding
 from zerojax._checkpoint.names import Names, dotted
+from zerojax._checkpoint.params import Param, params_of
 from zerojax._checkpoint.stream import Outgoing, check_bytes, outgoing
 from zerojax._checkpoint.tensor_files import DTYPES, NO_TENSOR, FileTensor, Written, some
 from zerojax._declared import checked
@@ -31,9 +31,7 @@ from zerojax._plan.padding import padded, padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan
 from zerojax._plan.resharding import check_float
 from zerojax._state import state as _state
-from zerojax._state.packed import Coding, codings_of
-from zerojax._state.state import Leaf
-from zerojax._types import PyTree, Shape
+from zerojax._types import PyTree
 
 
 @checked
@@ -74,11 +72,11 @@ def export_safetensors(
     """
     check_bytes("max_file_bytes", max_file_bytes)
     check_float(dtype)
-    values, by_tensor = outgoing(params, names, plan, "export", decodes=False)
+    leaving, by_tensor = outgoing(params, names, plan, "export", decodes=False)
     for name, tensor in by_tensor.items() if dtype is not None else ():
         if jnp.issubdtype(tensor.struct.dtype, jnp.floating):
             by_tensor[name] = tensor._replace(struct=tensor.struct.update(dtype=dtype))
-    tensors = _exported(by_tensor, values)
+    tensors = _exported(by_tensor, leaving)
     first = jax.process_index() == 0
     target = _save.absolute(path)
     lines = [
@@ -150,24 +148,28 @@ def import_safetensors(
     plan, state = (like, None) if isinstance(like, Plan) else (None, like)
     params = _state.params_in(state) if plan is None else _state.get_params(plan.abstract())
     shapes = padded_param_shapes(params, state, plan)
-    leaves = _state.named_leaves(params)
-    sizes = {leaf.name: shapes.get(leaf.name, np.shape(leaf.value)) for leaf in leaves}
-    kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
-    files = os.fspath(_save.absolute(path))
-    stored = _tensors(files, rename, ())
-    codes, leaves = _into_codes(params, leaves, sizes, kept, stored.keys())
+    kept = {leaf.name for leaf in _state.named_leaves(params) if _matching.is_kept(leaf, keep)}
+    files = _save.absolute(path)
+    stored = _tensors(os.fspath(files), rename, ())
+
+    def is_weight(codes: str, _: str) -> bool:
+        return codes not in kept and not {codes, dotted(codes)} & stored.keys()
+
+    asked = params_of(params, shapes, is_weight)
+    sizes = {name: param.shape for name, param in asked.items()}
     by_tensor = _names.sources({} if names is None else names, sizes, kept)
     sources = [one for parts in by_tensor.values() for one in parts]
-    stored = _tensors(files, rename, by_tensor)
+    stored = _tensors(os.fspath(files), rename, by_tensor)
     if plan is None:
         _check_masters(state, sizes.keys() - kept)
     options = {"keep": keep, "ignore": ignore, "cast": cast}
-    together = _agree(_save.absolute(path), params, stored, parts=sources, **options)
+    together = _agree(files, params, stored, parts=sources, **options)
     tensors = _names.arranged(stored, [one for one in sources if one.leaf not in kept], sizes)
     saved = {name: struct for name, (struct, _) in tensors.items()}
     options |= {"theirs": {one.leaf: one.tensor for one in reversed(sources)}}
     options |= {"left_over": [name for name in stored if name not in by_tensor]}
     try:
+        leaves = [param.in_files for param in asked.values()]
         wanted = _matching.match(leaves, saved, path, shapes, **options)
     except ValueError as error:
         if names or rename is not None or saved:
@@ -181,12 +183,9 @@ def import_safetensors(
     used = {one.tensor for one in sources if one.leaf in wanted}
     _tensor_files.check([stored[name] for name in sorted(used)], together)
     read: dict[str, jax.Array] = {}
-    for name, value in wanted.items():
-        _, to_read = tensors[name]
-        if name in codes:
-            leaf, coding = codes[name]
-            to_read, name, value = encoding(to_read, coding, sizes[name]), leaf.name, leaf.value
-        read[name] = _placed(to_read, value)
+    for name in wanted:
+        (_, to_read), param = tensors[name], asked[name]
+        read[param.leaf.name] = _placed(param.reading(to_read), param.value)
     return _matching.filled(params, read)
 
 
@@ -201,21 +200,6 @@ def _agree(
     call = "zerojax.checkpoint.import_safetensors"
     _save.agree(call, path, params, tensors="\n".join(lines), **options)
     return True
-
-
-def _into_codes(
-    params: PyTree, leaves: list[Leaf], sizes: dict[str, Shape], kept: Set[str], stored: Set[str]
-) -> tuple[dict[str, tuple[Leaf, Coding]], list[Leaf]]:
-    """Returns the leaves of codes that are made of a weight in files, by its name, and all leaves
-    as the files have them. `sizes` gets the shapes of the weights."""
-    codes: dict[str, tuple[Leaf, Coding]] = {}
-    seen = list(leaves)
-    for at, (leaf, coding) in enumerate(zip(leaves, codings_of(params), strict=True)):
-        if coding is None or leaf.name in kept or {leaf.name, dotted(leaf.name)} & stored:
-            continue
-        seen[at] = weight = as_weight(leaf, coding, sizes.pop(leaf.name))
-        sizes[weight.name], codes[weight.name] = weight.value.shape, (leaf, coding)
-    return codes, seen
 
 
 def _tensors(
@@ -258,10 +242,8 @@ def _check_masters(like: PyTree, wanted: Set[str]) -> None:
         )
 
 
-def _exported(
-    by_tensor: Mapping[str, Outgoing], values: Mapping[str, PyTree]
-) -> dict[str, Written]:
-    for name, (parts, _, struct) in by_tensor.items():
+def _exported(by_tensor: Mapping[str, Outgoing], params: Mapping[str, Param]) -> dict[str, Written]:
+    for name, (parts, struct) in by_tensor.items():
         if name == NO_TENSOR:
             raise ValueError(
                 f"{parts[0].leaf} would be called {name}, which in safetensors is no tensor. Give "
@@ -274,20 +256,20 @@ def _exported(
                 "out."
             )
     return {
-        name: (tensor.struct, functools.partial(_assembled, tensor, values))
+        name: (tensor.struct, functools.partial(_assembled, tensor, params))
         for name, tensor in by_tensor.items()
     }
 
 
-def _assembled(tensor: Outgoing, values: Mapping[str, PyTree]) -> np.ndarray:
+def _assembled(tensor: Outgoing, params: Mapping[str, Param]) -> np.ndarray:
     """Returns a tensor of its parts; only one layer of a stack is on the host at a time."""
-    (first, *_), (coding, *_), struct = tensor
-    if first.split is None and not first.index and coding is None:
-        whole = unpadded(_move.to_host(values[first.leaf]), struct.shape)
+    (first, *_), struct = tensor
+    if first.split is None and not first.index and params[first.leaf].coding is None:
+        whole = unpadded(_move.to_host(params[first.leaf].value), struct.shape)
         return whole.astype(struct.dtype, copy=False)
     whole = np.empty(struct.shape, struct.dtype)
-    for one, coding in zip(tensor.parts, tensor.codings, strict=True):
-        layer = values[one.leaf]
+    for one in tensor.parts:
+        layer, coding = params[one.leaf].value, params[one.leaf].coding
         if one.index:  # the devices slice it
             cut = _sliced if isinstance(layer, jax.Array) else operator.getitem
             layer = cut(layer, one.index)

@@ -26,8 +26,8 @@ from jax.typing import DTypeLike
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, auto_mesh, computed_with, typed
 from zerojax._checkpoint import names as _names
-from zerojax._checkpoint.into_codes import as_weight
 from zerojax._checkpoint.names import Names, Source
+from zerojax._checkpoint.params import Param, params_of
 from zerojax._declared import checked
 from zerojax._kernel.arrays import layer_of
 from zerojax._plan.padding import padded_param_shapes, unpadded
@@ -36,24 +36,22 @@ from zerojax._plan.resharding import check_float, check_placed
 from zerojax._run import agreement as _agreement
 from zerojax._specs import Entry, names_in
 from zerojax._state import refusals as _refusals, state as _state
-from zerojax._state.packed import Coding, codings_of
+from zerojax._state.packed import Coding
 from zerojax._types import PyTree
 
 ALIGNMENT = 1024  # bytes that XLA may add to the buffers of a parameter
 
 
 class Outgoing(NamedTuple):
-    """A tensor that leaves: its parts, how those are written that rest as codes, and its full shape
-    in the dtype of the parameters."""
+    """A tensor that leaves: its parts, and its full shape in the dtype of the parameters."""
 
     parts: list[Source]
-    codings: list[Coding | None]
     struct: jax.ShapeDtypeStruct
 
 
 def outgoing(
     state: PyTree, names: Names | None, plan: Plan | None, verb: str, decodes: bool = True
-) -> tuple[dict[str, PyTree], dict[str, Outgoing]]:
+) -> tuple[dict[str, Param], dict[str, Outgoing]]:
     """Returns the parameters by their paths, and the tensors that leave, by their names.
 
     What rests as codes leaves as the weight or as the codes, as `names` has the path of one or the
@@ -62,43 +60,35 @@ def outgoing(
     _refusals.check_alive(state)
     if plan is not None:
         check_plan(plan, "plan=")
+    named = {} if names is None else names
+
+    def is_weight(codes: str, weight: str) -> bool:
+        has_codes, has_weight = (_names.has_entry(named, name) for name in (codes, weight))
+        return not has_codes and (decodes or has_weight)
+
     tree = _state.params_in(state)
-    leaves, shapes = _state.named_leaves(tree), padded_param_shapes(tree, state, plan)
-    if not leaves:
+    params = params_of(tree, padded_param_shapes(tree, state, plan), is_weight)
+    if not params:
         raise ValueError(
             f"there is nothing to {verb}: you passed a {type(state).__name__} without parameters. "
             "Pass a state, or a tree of parameters."
         )
-    names = {} if names is None else names
-    values, sizes, codings = {}, {}, {}
-    for leaf, coding in zip(leaves, codings_of(tree), strict=True):
-        value, shape = leaf.value, shapes.get(leaf.name, np.shape(leaf.value))
-        if coding is not None and not _names.has_entry(names, leaf.name):
-            weight = as_weight(leaf, coding, shape)
-            if decodes or _names.has_entry(names, weight.name):
-                leaf, shape, codings[weight.name] = weight, weight.value.shape, coding
-        values[leaf.name], sizes[leaf.name] = value, shape
     tensors = {}
-    for name, parts in _names.sources(names, sizes).items():
-        ways = [codings.get(one.leaf) for one in parts]
-        pairs = list(zip(parts, ways, strict=True))
-        dtypes = {x.leaf: way.dtype if way else _dtype(values[x.leaf]) for x, way in pairs}
+    shapes = {name: param.shape for name, param in params.items()}
+    for name, parts in _names.sources(named, shapes).items():
+        dtypes = {one.leaf: params[one.leaf].dtype for one in parts}
         dtype, *others = set(dtypes.values())
         if others:
             said = ", ".join(f"{leaf} is {dtype}" for leaf, dtype in dtypes.items())
             raise TypeError(f"names= combines dtypes in {name}: {said}. Cast them to one dtype.")
-        for one in (one for one, way in pairs if way and not one.shape):
-            raise ValueError(
-                f"names= counts all dimensions of {one.leaf} in {name}, and it rests as codes of "
-                "whole rows. Leave out the {} that counts the last one."
-            )
-        tensors[name] = Outgoing(parts, ways, jax.ShapeDtypeStruct(parts[0].full, dtype))
-    return values, tensors
-
-
-def _dtype(value: PyTree) -> np.dtype:
-    """Returns the dtype as stored: a numpy array's own, even one that JAX would narrow."""
-    return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+        for one in parts:
+            if params[one.leaf].coding and not one.shape:
+                raise ValueError(
+                    f"names= counts all dimensions of {one.leaf} in {name}, and it rests as codes "
+                    "of whole rows. Leave out the {} that counts the last one."
+                )
+        tensors[name] = Outgoing(parts, jax.ShapeDtypeStruct(parts[0].full, dtype))
+    return params, tensors
 
 
 def check_bytes(name: str, count: object) -> None:
@@ -150,22 +140,22 @@ def stream(
         h.1.up.weight bfloat16 (16, 64)
     """
     check_float(dtype)
-    values, tensors = outgoing(state, names, plan, "stream")
-    check_placed(values, "zerojax.stream")
-    gathers = {name: _gather_of(one, values, dtype) for name, one in tensors.items()}
+    params, tensors = outgoing(state, names, plan, "stream")
+    check_placed({name: param.value for name, param in params.items()}, "zerojax.stream")
+    gathers = {name: _gather_of(one, params, dtype) for name, one in tensors.items()}
     # Layer by layer; what is in no stack comes first.
     order = sorted(gathers, key=lambda name: tensors[name].parts[0].index)
     least = _check_chunk(chunk_bytes, [(name, gathers[name]) for name in order])
     most = least if chunk_bytes is None else chunk_bytes
-    shown = [f"{name} {gathers[name].dtype} of {tensors[name][:2]}" for name in order]
+    shown = [f"{name} {gathers[name].dtype} of {gathers[name].parts}" for name in order]
     said = {"the tensors": "\n".join(shown), "chunk_bytes": str(most)}
-    mesh: Any = next(iter(gathers.values())).places[0].mesh
+    mesh: Any = next(iter(params.values())).value.sharding.mesh
     known = _agreement.agree("zerojax.stream", lambda: said, mesh)
-    return _streamed(values, {name: (tensors[name], gathers[name]) for name in order}, most, known)
+    return _streamed(params, {name: (tensors[name], gathers[name]) for name in order}, most, known)
 
 
 def _streamed(
-    values: Mapping[str, Array],
+    params: Mapping[str, Param],
     tensors: Mapping[str, tuple[Outgoing, "Gather"]],
     most: float,
     known: _agreement.Known | None,
@@ -178,11 +168,12 @@ def _streamed(
             counted, held = counted - its_most, array.nbytes
             yield first, jax.block_until_ready(array)  # what gathering it took is free again
             del array
-        _refusals.check_alive({one.leaf: values[one.leaf] for one in tensor.parts})
+        values = [params[one.leaf].value for one in tensor.parts]
+        _refusals.check_alive({one.leaf: params[one.leaf].value for one in tensor.parts})
         if known is not None:  # a process may train, or leave the loop, before its end
             known.again()
-        parts, indices = zip(*((values[one.leaf], one.index) for one in tensor.parts), strict=True)
-        ahead.append((name, _gathered([*parts], [*indices], gather), gather.most_bytes))
+        array = _gathered(values, [one.index for one in tensor.parts], gather)
+        ahead.append((name, array, gather.most_bytes))
         counted += gather.most_bytes
     while ahead:
         first, array, _ = ahead.popleft()
@@ -193,24 +184,23 @@ def _streamed(
 class Gather(NamedTuple):
     """How a tensor is gathered: what a program is compiled for, without names and layers."""
 
-    parts: tuple[Source, ...]
-    places: tuple[NamedSharding, ...]  # of the parameters that the parts are in
-    codings: tuple[Coding | None, ...]
+    # Each with the place of its parameter, and how that is written if it rests as codes.
+    parts: tuple[tuple[Source, NamedSharding, Coding | None], ...]
     dtype: np.dtype
     nbytes: int
     most_bytes: int  # while it is gathered
 
 
-def _gather_of(tensor: Outgoing, values: Mapping[str, Array], dtype: DTypeLike | None) -> Gather:
+def _gather_of(tensor: Outgoing, params: Mapping[str, Param], dtype: DTypeLike | None) -> Gather:
     full, own = tensor.struct, tensor.struct.dtype
     is_cast = dtype is not None and jnp.issubdtype(own, jnp.floating)
     new = jnp.dtype(dtype) if is_cast else own
-    places: Any = tuple(values[one.leaf].sharding for one in tensor.parts)
     nbytes = full.size * new.itemsize
     # See the note; several parts are put together in memory of their own.
-    most = nbytes * (1 + (len(places) > 1))
-    for one, place, coding in zip(tensor.parts, places, tensor.codings, strict=True):
-        value, depth = values[one.leaf], len(one.index)
+    most, parts = nbytes * (1 + (len(tensor.parts) > 1)), []
+    for one in tensor.parts:
+        value, coding, depth = params[one.leaf].value, params[one.leaf].coding, len(one.index)
+        place = value.sharding
         size = math.prod(value.shape[depth:])
         shard = math.prod(place.shard_shape(value.shape)[depth:])
         bytes_sent = new.itemsize if coding is None else 1
@@ -219,8 +209,8 @@ def _gather_of(tensor: Outgoing, values: Mapping[str, Array], dtype: DTypeLike |
             most += 2 * size * max(4, bytes_sent)
         if coding is not None:  # decoded beside its codes
             most += math.prod(one.shape) * new.itemsize
-    parts = tuple(one._replace(tensor="", leaf="", index=()) for one in tensor.parts)
-    return Gather(parts, places, tuple(tensor.codings), new, nbytes, most)
+        parts.append((one._replace(tensor="", leaf="", index=()), place, coding))
+    return Gather(tuple(parts), new, nbytes, most)
 
 
 def _check_chunk(chunk_bytes: float | None, gathers: Sequence[tuple[str, Gather]]) -> int:
@@ -245,15 +235,15 @@ def _check_chunk(chunk_bytes: float | None, gathers: Sequence[tuple[str, Gather]
 @auto_axes()
 def _gathered(values: list[Array], indices: list[tuple[Array, ...]], gather: Gather) -> Array:
     """Returns a tensor, whole on each device. Layers are arguments: all have one program."""
-    place, specs = gather.places[0], [place.spec for place in gather.places]
+    place, specs = gather.parts[0][1], [place.spec for _, place, _ in gather.parts]
 
     def on_each_device(values: list[Array], indices: list[tuple[Array, ...]]) -> Array:
-        tensor, each = None, zip(gather.parts, specs, gather.codings, values, indices, strict=True)
-        for part, spec, coding, value, index in each:
+        tensor = None
+        for (part, place, coding), value, index in zip(gather.parts, values, indices, strict=True):
             if coding is None:
-                whole = unpadded(_whole(value, index, spec, gather.dtype), part.shape)
+                whole = unpadded(_whole(value, index, place.spec, gather.dtype), part.shape)
             else:
-                rows = _whole(value, index, spec, value.dtype)
+                rows = _whole(value, index, place.spec, value.dtype)
                 rows = unpadded(rows, (*part.shape[:-1], coding.row))
                 whole = coding.weight_of(rows).astype(gather.dtype)
             tensor = part.put(tensor, whole)
