@@ -9,7 +9,7 @@ import pytest
 
 import zerojax
 from zerojax import _compat, _readings
-from zerojax._run import processes
+from zerojax._run import agreement, processes
 
 ATTENTIONS = {"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"}
 UNKNOWN = f"JAX {jax.__version__} spells this otherwise: teach zerojax/_compat.py about it"
@@ -17,7 +17,7 @@ UNKNOWN = f"JAX {jax.__version__} spells this otherwise: teach zerojax/_compat.p
 
 def test_the_store_that_processes_share():
     assert _compat.shared_store() is None, UNKNOWN  # tests/run/test_processes.py has two processes
-    assert processes.read(processes.FAILED) is None  # nor after jax.distributed.shutdown()
+    assert agreement.read(processes.FAILED) is None  # nor after jax.distributed.shutdown()
 
 
 @pytest.mark.parametrize("name", _readings.READINGS)

@@ -63,6 +63,21 @@ def beat(count: int, most: float) -> None:
             (_lost.add if _heard[key][1] > most else _lost.discard)(key)
 
 
+def read(key: str) -> str | None:
+    """Returns what a process of this run has told the others under a key, if one has."""
+    if (store := _compat.shared_store()) is not None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            return store.key_value_try_get(key)
+    return None
+
+
+def write(key: str, text: str) -> None:
+    """Tells the others something, unless one has told it before."""
+    if (store := _compat.shared_store()) is not None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            store.key_value_set(key, text)
+
+
 def new_run() -> None:
     """Resets the counts, like the other processes of a new run."""
     for of_run in (_meetings, _heard, _lost, _COMMON):
@@ -71,9 +86,7 @@ def new_run() -> None:
 
 def note_end() -> None:
     """Tells the others that the program of this process has ended: no call of theirs meets it."""
-    me = _compat.run_of_processes().process_id
-    with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError):
-        _compat.shared_store().key_value_set(f"{ENDED}{me}", "")
+    write(f"{ENDED}{_compat.run_of_processes().process_id}", "")
     for calls in _COMMON.values():
         with contextlib.suppress(ValueError):  # it ends with this difference
             calls.add("the end of its program")
@@ -176,10 +189,7 @@ def agree(
         return None
     said = {"the call": call + name, **versions()}
     if not ordered:
-        channel = f"zerojax/{call}/{zlib.crc32(repr(members).encode())}"
-        keys = f"{channel}/{_meetings[channel]}", f"{channel}/{_meetings[channel] + 1}"
-        _meetings[channel] += 1
-        calls, known = None, None
+        keys, calls, known = _meeting(call, members), None, None
     else:
         calls = _COMMON.setdefault(members, _Calls(members))
         if _THREAD.ident is None:
@@ -193,6 +203,13 @@ def agree(
             calls.raised.set()
         raise ValueError(difference + remedy)
     return known
+
+
+def _meeting(call: str, members: Sequence[int]) -> tuple[str, str]:
+    """Returns the keys of the last meeting of these processes in a call, and of the next one."""
+    channel = f"zerojax/{call}/{zlib.crc32(repr(members).encode())}"
+    _meetings[channel] += 1
+    return f"{channel}/{_meetings[channel] - 1}", f"{channel}/{_meetings[channel]}"
 
 
 @_compat.device_cache
@@ -277,14 +294,10 @@ def told(call: str, text: str, mesh: Mesh) -> dict[int, str]:
 
     As in `agree`, they call it at the same points of their program.
     """
-    me = jax.process_index()
-    members = sorted({device.process_index for device in mesh.devices.flat})
+    me, members, store = jax.process_index(), _members(mesh), _compat.shared_store()
     if len(members) == 1:
         return {me: text}
-    channel = f"zerojax/{call}/{zlib.crc32(repr(members).encode())}"
-    before, now = (f"{channel}/{_meetings[channel] + n}" for n in (0, 1))
-    _meetings[channel] += 1
-    store = _compat.shared_store()
+    before, now = _meeting(call, members)
     store.key_value_set(f"{now}/{me}", text)
     said = {one: _read(f"{now}/{one}", one, call) for one in members}
     store.key_value_delete(f"{before}/{me}")  # all that are here have read it
@@ -298,7 +311,7 @@ def _read(key: str, process: int, call: str, calls: _Calls | None = None) -> str
     """
     waited = 0
     while True:
-        is_lost, has_ended = f"{BEATS}{process}" in _lost, _has_ended(process)
+        is_lost, has_ended = f"{BEATS}{process}" in _lost, read(f"{ENDED}{process}") is not None
         try:
             return _compat.shared_store().blocking_key_value_get(key, 1000)
         except jax.errors.JaxRuntimeError as error:
@@ -325,19 +338,12 @@ def _read(key: str, process: int, call: str, calls: _Calls | None = None) -> str
 def _check_ahead(process: int, call: str) -> None:
     """Raises if a process that this one waits for goes on with calls that both make."""
     for calls in _COMMON.values():
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has made none
-            lines = _lines(_compat.shared_store().key_value_try_get(f"{calls.key}/of/{process}"))
-            if max(lines) > (calls.lines[-1][0] if calls.lines else 0):
-                raise ValueError(
-                    f"{call}: process {process} goes on, to {lines[max(lines)][1]}, without what "
-                    f"this process waits in: a batch of another shape, say.{IN_ORDER}"
-                )
-
-
-def _has_ended(process: int) -> bool:
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has not
-        return _compat.shared_store().key_value_try_get(f"{ENDED}{process}") is not None
-    return False
+        lines = _lines(read(f"{calls.key}/of/{process}") or "")  # it may have made none
+        if max(lines, default=0) > (calls.lines[-1][0] if calls.lines else 0):
+            raise ValueError(
+                f"{call}: process {process} goes on, to {lines[max(lines)][1]}, without what this "
+                f"process waits in: a batch of another shape, say.{IN_ORDER}"
+            )
 
 
 def wait_for_all(*, key: str, **_: object) -> None:

@@ -13,7 +13,7 @@ from jax.extend import backend
 
 from zerojax import _compat
 from zerojax._declared import checked
-from zerojax._run import processes as _processes
+from zerojax._run import agreement as _agreement, processes as _processes
 
 Result = TypeVar("Result")
 RAISED, DONE = "failed", "done"
@@ -69,9 +69,14 @@ def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
             for error in _processes.chain(failure):
                 traceback.clear_frames(error.__traceback__)
             forget_devices(clients)
-        left, one_failed = _meet(RAISED if failure else DONE)
+        # All live processes meet, and say whether one of them failed.
+        key = "zerojax/elastic/{}".format
+        said = RAISED if failure else DONE
+        run.client.key_value_set(key(run.process_id), said, allow_overwrite=True)
+        left = sorted(run.client.get_live_nodes(list(range(run.num_processes))))
+        one_failed = any(run.client.key_value_try_get(key(n)) == RAISED for n in left)
         # All are here, or all were done, or one ended with its own error.
-        if len(left) == run.num_processes or not one_failed or _processes.read(_processes.FAILED):
+        if len(left) == run.num_processes or not one_failed or _agreement.read(_processes.FAILED):
             return outcome.result()
         if len(left) < at_least:
             raise RuntimeError(
@@ -108,14 +113,6 @@ def forget_devices(clients: list[weakref.ref]) -> None:
         "elastic: something outside train() holds arrays or devices. Their memory stays taken, "
         "and other processes may wait for ever. Make all of them inside."
     )
-
-
-def _meet(how: str) -> tuple[list[int], bool]:
-    """Waits for all live processes; returns them, and whether one of them failed."""
-    run, key = _compat.run_of_processes(), "zerojax/elastic/{}".format
-    run.client.key_value_set(key(run.process_id), how, allow_overwrite=True)
-    left = sorted(run.client.get_live_nodes(list(range(run.num_processes))))
-    return left, any(run.client.key_value_try_get(key(number)) == RAISED for number in left)
 
 
 def _join_again(left: list[int], clients: list[weakref.ref]) -> None:

@@ -185,15 +185,10 @@ class _SharedEnd:
     def tell_others(self, what: str) -> None:
         self.failed.set()
         me = f"process {_compat.run_of_processes().process_id} "
-        self.write(FAILED, me + what)
-        first = read(FAILED)
+        _agreement.write(FAILED, me + what)
+        first = _agreement.read(FAILED)
         if first and not first.startswith(me):
             say(f"before that, {first}")
-
-    def write(self, key: str, text: str) -> None:
-        if (store := _compat.shared_store()) is not None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was before
-                store.key_value_set(key, text)
 
     def listen(self) -> None:
         beats, alone = itertools.count(), 0.0
@@ -201,14 +196,14 @@ class _SharedEnd:
         while not self.over.wait(self.seconds) and _compat.shared_store() is not None:
             if may_lose_processes():
                 _agreement.beat(next(beats), silent)
-            elif alone < LONELY and not self.has_left and (left := read(LEFT)):
+            elif alone < LONELY and not self.has_left and (left := _agreement.read(LEFT)):
                 alone += self.seconds
                 if alone >= LONELY:
                     say(
                         f"the program of {left} has ended, and this one goes on. A step would wait "
                         "for it forever: give all processes as many batches."
                     )
-            if text := read(FAILED):
+            if text := _agreement.read(FAILED):
                 if not self.failed.is_set():
                     say(f"{text}\nProcess {_compat.run_of_processes().process_id} ends with it.")
                 if not (self.failed.wait(max(GRACE, 2 * self.seconds)) or self.over.is_set()):
@@ -228,7 +223,7 @@ class _SharedEnd:
             if time.monotonic() - self.exited_at < EXITING:
                 self.tell_others(f"ended with status {self.status}")
             else:
-                self.write(LEFT, f"process {run.process_id}")
+                _agreement.write(LEFT, f"process {run.process_id}")
                 _agreement.note_end()
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # JAX waits on, or aborts
                     self.wait_for_all()
@@ -273,14 +268,6 @@ def chain(error: BaseException) -> Iterator[BaseException]:
             seen.append(one)
             todo += [one.__cause__, one.__context__]
             yield one
-
-
-def read(key: str) -> str | None:
-    """Returns what a process of this run has told the others under a key, if one has."""
-    if (store := _compat.shared_store()) is not None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            return store.key_value_try_get(key)
-    return None
 
 
 _SHARED_ENDS: list[_SharedEnd] = []  # at most one
