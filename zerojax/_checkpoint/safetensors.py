@@ -20,8 +20,7 @@ from zerojax._checkpoint import (
     save as _save,
     tensor_files as _tensor_files,
 )
-from zerojax._checkpoint.names import Names, dotted
-from zerojax._checkpoint.params import Param, params_of
+from zerojax._checkpoint.names import Names, Param, dotted, params_of
 from zerojax._checkpoint.stream import Outgoing, check_bytes, outgoing
 from zerojax._checkpoint.tensor_files import DTYPES, NO_TENSOR, FileTensor, Written, some
 from zerojax._declared import checked

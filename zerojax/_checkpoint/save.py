@@ -20,7 +20,6 @@ from jax.tree_util import keystr
 
 from zerojax import _fingerprint
 from zerojax._checkpoint import extras as _extras, files as _files, matching as _matching
-from zerojax._checkpoint.conversion import Conversion
 from zerojax._checkpoint.extras import Extras, Json
 from zerojax._declared import checked
 from zerojax._plan.padding import Shape, padded_shapes, remember
@@ -152,8 +151,8 @@ def restore(
     shapes = padded_shapes(like, plan)
     target = absolute(path)
     is_there = _files.tree_in(target) is not None  # False if the file system is not shared
-    options: dict[str, Any] = {"keep": keep, "ignore": ignore, "cast": cast}
-    agree("zerojax.restore", target, like, found=is_there, shapes=shapes, **options)
+    options = {"found": is_there, "shapes": shapes, "keep": keep, "ignore": ignore, "cast": cast}
+    agree("zerojax.restore", target, like, **options)
     directory = _checked(target)
     with _files.naming("the tree", directory):
         tree = ocp.PyTreeCheckpointHandler().metadata(directory).tree
@@ -166,9 +165,9 @@ def restore(
             zeros = jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)
             values[leaf.name] = _matching.laundered(zeros, leaf.value)
     leaves = [leaf for leaf in leaves if leaf.name not in values]
-    conversion = Conversion(leaves, saved)
+    conversion = _matching.Conversion(leaves, saved)
     saved = conversion.as_wanted() if conversion.is_needed else saved
-    wanted = _matching.match(leaves, saved, directory, shapes, **options)
+    wanted = _matching.match(leaves, saved, directory, shapes, keep=keep, ignore=ignore, cast=cast)
     conversion.check_whole(wanted, keep)
     handler = Handler(restore_concurrent_gb=_concurrent_gb(like))
     read = functools.partial(_matching.read, handler, directory, tree)

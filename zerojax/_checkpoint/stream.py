@@ -14,7 +14,7 @@ import collections
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,7 @@ from jax.typing import DTypeLike
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, auto_mesh, computed_with, typed
 from zerojax._checkpoint import names as _names
-from zerojax._checkpoint.names import Names, Source
-from zerojax._checkpoint.params import Param, params_of
+from zerojax._checkpoint.names import Names, Param, Source, params_of
 from zerojax._declared import checked
 from zerojax._kernel.arrays import layer_of
 from zerojax._plan.padding import padded_param_shapes, unpadded
@@ -149,7 +148,7 @@ def stream(
     most = least if chunk_bytes is None else chunk_bytes
     shown = [f"{name} {gathers[name].dtype} of {gathers[name].parts}" for name in order]
     said = {"the tensors": "\n".join(shown), "chunk_bytes": str(most)}
-    mesh: Any = next(iter(params.values())).value.sharding.mesh
+    mesh = next(iter(params.values())).value.sharding.mesh
     known = _agreement.agree("zerojax.stream", lambda: said, mesh)
     return _streamed(params, {name: (tensors[name], gathers[name]) for name in order}, most, known)
 

@@ -2,8 +2,8 @@
 
 Gains: AdamW with masters takes 5 bytes a parameter between steps, and a 16th for scales, not 14: 2
 of the weight, 1 of its correction, 1 of each moment; with a bfloat16 gradient 7, not 16. Offloaded
-state sends 3 bytes each way, not 12. Costs 150 lines here, 220 in `kept.py`, 80 in `roles.py`, 110
-in `_checkpoint/conversion.py`, and noise, which the notes bound.
+state sends 3 bytes each way, not 12. Costs 150 lines here, 220 in `kept.py`, 80 in `roles.py`, 95
+in `_checkpoint/matching.py`, and noise, which the notes bound.
 
 [Note: random rounding]
 A running mean with a decay of 0.999 moves by a thousandth of its distance, and neighbours in

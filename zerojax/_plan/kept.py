@@ -2,7 +2,7 @@
 
 import collections
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,14 +65,14 @@ class CodedState(NamedTuple):
 
 
 # Their fields are paths in files. `optax.tree.get` would also read an empty field of one state.
+Kept = MasterState | SplitState | NarrowState | CodedState
 KEEPS_MASTERS, KEEPS_MOMENTS = (MasterState, SplitState), (NarrowState, CodedState)
 
 
-def states_in(tree: PyTree) -> Iterator[Any]:
+def states_in(tree: PyTree) -> Iterator[Kept]:
     """Yields the states of these wrappers in a tree, the outer ones first."""
-    kinds = KEEPS_MASTERS + KEEPS_MOMENTS
-    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds)):
-        if isinstance(node, kinds):
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Kept)):
+        if isinstance(node, Kept):
             yield node
             yield from states_in(node.inner)
 
@@ -183,8 +183,7 @@ def narrow_moments(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
     ) -> tuple[PyTree, NarrowState | CodedState]:
         old, treedef = jax.tree.flatten(state.inner)
-        holes: list[Any] = [optax.MaskedNode()] * len(old)
-        scales = treedef.flatten_up_to(state.scales) if kind == CODES else holes
+        scales = treedef.flatten_up_to(state.scales) if kind == CODES else []
         coded = [k for k, scale in enumerate(scales) if not isinstance(scale, optax.MaskedNode)]
         # Besides moments, arrays that are bfloat16 because the parameters are.
         narrow = [k for k, x in enumerate(old) if x.ndim > 0 and x.dtype == NARROW]
@@ -193,11 +192,11 @@ def narrow_moments(
             inner[k] = _widened(old[k])
         others = _others(state.inner, updates, coded)
 
-        def settled(codes: Sequence[Any]) -> dict[int, Array]:
+        def settled(codes: Sequence[Array]) -> dict[int, Array]:
             own = {k: (codes[k], scales[k]) for k in coded}
             return {k: _encodings.settled(*own[k], [own[o] for o in others[k]]) for k in coded}
 
-        def updated(codes: Sequence[Any]) -> tuple[PyTree, list[Any]]:
+        def updated(codes: Sequence[Array]) -> tuple[PyTree, list[Array]]:
             for k, code in settled(codes).items():
                 inner[k] = _encodings.decoded(code, scales[k])
             updates, new = tx.update(grads, treedef.unflatten(inner), params, **extra)
@@ -243,7 +242,7 @@ def _with_narrow(
 ) -> NarrowState | CodedState:
     """Returns the state of `narrow_moments` from that of `tx`."""
     values, treedef = jax.tree.flatten(inner)
-    count, scales = jnp.zeros((), jnp.int32), list[Any]([optax.MaskedNode()] * len(values))
+    count, scales = jnp.zeros((), jnp.int32), [optax.MaskedNode() for _ in values]
     stacks = layer_dims(params, None) if kind == CODES else {}
     triples = zip(leaves_with_paths(inner), _optimizer.moments(tx, params, inner), strict=True)
     for place, ((path, value), is_moment) in enumerate(triples):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Var
 
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, computed_with, typed_as
@@ -40,6 +40,8 @@ _RESTING: dict[int, tuple[weakref.ref[Array], str, Shape]] = {}
 DROP = frozenset({"logical_leaves", "_logical"})
 
 T = TypeVar("T", Array, np.ndarray)
+Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
+Resting = tuple[str, Shape]  # the path and the logical shape of an array that rests padded
 
 
 def padded(value: T, shape: Shape) -> T:
@@ -109,7 +111,7 @@ def padded_part(plan: Layout, tree: PyTree, kind: str, like: PyTree = None) -> P
     """Pads what `logical_part` takes; with `like`, only the leaves that are padded there."""
     shapes = {leaf.name: np.shape(leaf.value) for leaf in _state.leaves_with_paths(like)}
 
-    def is_short(leaf: LeafPlan, value: Array) -> bool:
+    def is_short(leaf: LeafPlan, value: Shaped) -> bool:
         long = leaf.padded_place.padded(leaf.shape)
         is_meant = like is None or shapes.get(leaf.path.partition("/")[2]) == long
         return is_meant and value.shape == leaf.shape != long
@@ -117,7 +119,7 @@ def padded_part(plan: Layout, tree: PyTree, kind: str, like: PyTree = None) -> P
     return _changed(plan, tree, kind, padded_leaves, is_short)
 
 
-def _is_padded(leaf: LeafPlan, value: Any) -> bool:
+def _is_padded(leaf: LeafPlan, value: Shaped) -> bool:
     return value.shape != leaf.shape and value.shape == leaf.padded_place.padded(leaf.shape)
 
 
@@ -126,14 +128,14 @@ def _changed(
     tree: PyTree,
     kind: str,
     change: Callable[[ByPosition, Layout], dict[int, Array]],
-    is_meant: Callable[[LeafPlan, Any], bool],
+    is_meant: Callable[[LeafPlan, Shaped], bool],
 ) -> PyTree:
     """Returns `tree` with a change to those leaves of the plan that are meant."""
     at, leaves = plan.positions[kind] if plan.pads else {}, _state.leaves_with_paths(tree)
-    meant: dict[int, Any] = {
+    meant: dict[int, PyTree] = {
         at[leaf.name]: leaf.value
         for leaf in leaves
-        if leaf.name in at and isinstance(leaf.value, Array | np.ndarray | jax.ShapeDtypeStruct)
+        if leaf.name in at and isinstance(leaf.value, Shaped)
         if is_meant(plan.leaves[at[leaf.name]], leaf.value)
     }
     if not meant:
@@ -190,7 +192,7 @@ def remember_state(state: PyTree, plan: Layout) -> None:
         remember((leaves[at], path, shape) for at, path, shape in plan.rest_padded)
 
 
-def resting(value: PyTree) -> tuple[str, Shape] | None:
+def resting(value: PyTree) -> Resting | None:
     """Returns the path and the logical shape of an array that rests padded in some state."""
     known = _RESTING.get(id(value))
     return None if known is None or known[0]() is not value else known[1:]
@@ -215,7 +217,7 @@ def check_closed_over(jaxpr: Jaxpr, values: Sequence[PyTree]) -> None:
         )
 
 
-def _as_it_rests(jaxpr: Jaxpr, known: Iterable[tuple[Any, Any]]) -> Any:
+def _as_it_rests(jaxpr: Jaxpr, known: Iterable[tuple[Var, Resting | None]]) -> Resting | None:
     """Returns what is known of the first variable that is read for more than its logical part."""
     facts = {v: fact for v, fact in known if fact}
     for eqn in jaxpr.eqns:
@@ -233,7 +235,7 @@ def _as_it_rests(jaxpr: Jaxpr, known: Iterable[tuple[Any, Any]]) -> Any:
     return None
 
 
-def padded_shapes(tree: PyTree, plan: Any = None) -> dict[str, Shape]:
+def padded_shapes(tree: PyTree, plan: _carried.Plan = None) -> dict[str, Shape]:
     """Returns the logical shapes of the padded leaves of a tree, by name.
 
     The states in the tree carry their plans; pass `plan` for a tree that is a state without one.
@@ -250,7 +252,9 @@ def padded_shapes(tree: PyTree, plan: Any = None) -> dict[str, Shape]:
     return shapes
 
 
-def padded_param_shapes(params: PyTree, state: PyTree, plan: Any = None) -> dict[str, Shape]:
+def padded_param_shapes(
+    params: PyTree, state: PyTree, plan: _carried.Plan = None
+) -> dict[str, Shape]:
     """Returns the logical shapes of the padded parameters of a state, by their names in `params`.
 
     Pass `plan` for a state that carries none, or for parameters in place of a state.
@@ -281,7 +285,7 @@ def _padded(tree: PyTree, planned: Mapping[str, LeafPlan]) -> dict[str, Shape]:
     }
 
 
-def on_host(tree: PyTree, plan: Any = None) -> PyTree:
+def on_host(tree: PyTree, plan: _carried.Plan = None) -> PyTree:
     """Returns a tree whose padded leaves are on the host, in their logical shapes."""
 
     def logical(value: PyTree, shape: Shape) -> PyTree:

@@ -44,6 +44,7 @@ RARE = "padded to", "kept as", "memory", "sent as", "not in the mesh", "left to 
 LEAST_ALIKE = 3  # leaves that share a row of the table
 LEAVES, DEVICES = 16, 8  # at most, in a picture
 LONGEST_PATH = 36  # unless it takes more to tell two apart
+Row = dict[str, Any]
 Bounds = list[tuple[int, int]]  # of a part of a leaf, by dimension
 
 
@@ -201,7 +202,7 @@ def plan_table(plan: Layout) -> Table:
     )
 
 
-def _cells(plan: Layout, leaf: LeafPlan, kept: str) -> dict[str, Any]:
+def _cells(plan: Layout, leaf: LeafPlan, kept: str) -> Row:
     return {
         "leaf": leaf.path,
         "shape": f"{leaf.dtype}{list(leaf.shape)}",
@@ -219,10 +220,9 @@ def _cells(plan: Layout, leaf: LeafPlan, kept: str) -> dict[str, Any]:
     }
 
 
-def _joined(rows: list[dict[str, Any]], place: int) -> list[dict[str, Any]]:
+def _joined(rows: list[Row], place: int) -> list[Row]:
     """Joins rows that differ only in one number of their paths, which counts layers."""
-    alike: dict[tuple, list[tuple[int, re.Match[str], dict[str, Any]]]]
-    alike = collections.defaultdict(list)
+    alike: dict[tuple, list[tuple[int, re.Match[str], Row]]] = collections.defaultdict(list)
     for row in rows:
         for number in list(NUMBER.finditer(row["leaf"]))[place : place + 1]:
             key = tuple(_renumbered(row, number, "{}").values())
@@ -242,7 +242,7 @@ def _joined(rows: list[dict[str, Any]], place: int) -> list[dict[str, Any]]:
     return list(joined.values())
 
 
-def _renumbered(row: dict[str, Any], number: re.Match[str], text: str) -> dict[str, Any]:
+def _renumbered(row: Row, number: re.Match[str], text: str) -> Row:
     """Returns a row with `text` for a number of the path, and where the reason names this layer."""
     before, after = row["leaf"][: number.start()], row["leaf"][number.end() :]
     name = before.rpartition("/")[2]

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -356,7 +356,7 @@ class Watchdog:
             os._exit(1)
 
 
-def _check_known(options: Mapping[str, Any]) -> None:
+def _check_known(options: Iterable[str]) -> None:
     """Raises for options that JAX does not have, so that nobody takes a run for encrypted."""
     names = [name for name in os.environ if name.startswith(OF_MTLS)]
     asked = {name: f"{name}=" for name in options}

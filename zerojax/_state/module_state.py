@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +86,7 @@ class ModuleState:
         return dataclasses.replace(self, **new)
 
 
-def _joined(plan: Any, static: PyTree, arrays: PyTree, params: PyTree) -> PyTree:
+def _joined(plan: _carried.Plan, static: PyTree, arrays: PyTree, params: PyTree) -> PyTree:
     params = params if plan is None else plan.logical_part(params, PARAMS)
 
     def first(*leaves: PyTree) -> PyTree:

@@ -188,7 +188,7 @@ def knowing_dtypes(cls: type[T]) -> type[T]:
     init, known = cls.__init__, inspect.signature(cls).parameters
 
     @functools.wraps(init)
-    def __init__(self: T, *args: Any, **named: Any) -> None:
+    def __init__(self: T, *args: object, **named: object) -> None:
         for name in sorted(named.keys() - known):
             raise TypeError(
                 f"Precision has no {name}=. Pass compute= (FSDP2's param_dtype, jmp's "
