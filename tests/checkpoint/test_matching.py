@@ -32,6 +32,12 @@ REFUSED = [
     ({"n": COUNT}, {"n": np.zeros(3)}, {"cast": True}, "n: int32 saved, float32 wanted"),
     ({"w": ONES, "n": B}, {"w": ONES, "n": NONE}, {}, r"n: \[4\] saved, \[0, 3\] wanted"),
     ({"w": ONES, "b": B}, {"v": ONES, "u": B}, {}, OTHER),
+    (
+        {"w": ONES},
+        {"w": ONES},
+        {"keep": "v$"},
+        r"keep='v\$' matches no leaf of like=. Paths are.* w",
+    ),
     (CHAIN, INSIDE, {}, r"or it was saved without Precision\(master=\) or Precision\(moments=\)"),
     (
         INSIDE,

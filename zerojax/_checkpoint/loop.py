@@ -133,7 +133,15 @@ class Checkpoints:
         mode: str = "min",
         background: bool = True,
     ) -> None:
-        _check_options(every, keep, best, mode, background)
+        counts = [every] if keep is None else [every, keep]
+        are_counts = all(isinstance(n, int | np.integer) and n is not True for n in counts)
+        known = isinstance(best, str | None) and isinstance(background, bool)
+        if not (known and mode in ("min", "max") and are_counts and min(counts) >= 1):
+            raise ValueError(
+                f"Checkpoints({every=}, {keep=}, {best=}, {mode=}, {background=}): every and keep "
+                "must be positive integers (keep=None keeps all); best must be the name of one of "
+                "save's metrics=, or None; mode 'min' or 'max'; background True or False."
+            )
         self.directory = _save.absolute(directory)
         _save.agree("Checkpoints", self.directory, every=every, keep=keep, best=best, mode=mode)
         self._every, self._keep = every, keep
@@ -390,17 +398,3 @@ class Checkpoints:
             _files.remove(_files.unfinished(self.directory))
             self._manager.reload()  # or Orbax counts the failed step as written
             raise
-
-
-def _check_options(
-    every: object, keep: object, best: object, mode: object, background: object
-) -> None:
-    counts = [every] if keep is None else [every, keep]
-    are_counts = all(isinstance(n, int | np.integer) and n is not True and n >= 1 for n in counts)
-    known = isinstance(best, str | None) and mode in ("min", "max") and isinstance(background, bool)
-    if not (known and are_counts):
-        raise ValueError(
-            f"Checkpoints({every=}, {keep=}, {best=}, {mode=}, {background=}): every and keep must "
-            "be positive integers (keep=None keeps all); best must be the name of one of save's "
-            "metrics=, or None; mode 'min' or 'max'; background True or False."
-        )

@@ -85,6 +85,10 @@ def match(
     finds(ignore, "", "ignore=")  # raises for a wrong pattern
     names = {leaf.name for leaf in leaves}
     wanted = {leaf.name: leaf.value for leaf in leaves if not is_kept(leaf, keep)}
+    if keep is not None and len(wanted) == len(leaves):
+        raise ValueError(
+            f"keep={keep!r} matches no leaf of like=. {_state.paths_like(keep, sorted(names))}"
+        )
     missing = [name for name in wanted if name not in saved]
     extra = [*(name for name in saved if name not in names), *left_over]
     extra = [name for name in extra if not finds(ignore, name, "ignore=")]

@@ -79,10 +79,8 @@ class Precision:
             value = getattr(self, name)
             if value is None or (name == "master" and is_split(value)):
                 continue
-            if name == "moments" and _is_codes(value):
-                object.__setattr__(self, name, CODES)
-                continue
-            if (dtype := _codecs.float_dtype(value)) is None:
+            is_codes = name == "moments" and _is_codes(value)
+            if (dtype := CODES if is_codes else _codecs.float_dtype(value)) is None:
                 raise ValueError(
                     f"Precision({name}={value!r}): not a float dtype. Use one such as "
                     f"{ALLOWED.get(name, ALLOWED['param'])}."
