@@ -39,7 +39,6 @@ from zerojax._plan import move as _move, planner as _planner, quantize as _quant
 from zerojax._plan.plan_options import PlanOptions
 from zerojax._state import carried as _carried, nnx_state as _nnx_state, refusals as _refusals
 from zerojax._state.nnx_state import State as State
-from zerojax._state.nnx_structure import Structure
 from zerojax._state.state import NNX_FIELDS, state_of
 from zerojax._step import step as _step
 from zerojax._step.step_options import LossOptions, StepOptions
@@ -205,7 +204,6 @@ class ModelStep:
 
     def __init__(self, functional: Callable[..., PyTree]) -> None:
         self.functional = functional
-        self.structure = Structure()
 
     def __repr__(self) -> str:
         return repr(self.functional)
@@ -214,7 +212,7 @@ class ModelStep:
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, rng: PyTree = None
     ) -> tuple:
         _nnx_state.check_arguments(model, batch, rng)
-        placed = self.structure.state(model, optimizer)
+        placed = state(model, optimizer)
         plan = _carried.carried_plan(placed)
         if plan is None:
             raise ValueError(
@@ -229,7 +227,7 @@ class ModelStep:
             placed = treedef.unflatten(leaves)
             update(model, optimizer, placed)
             # New variables may show logical values only now.
-            placed = self.structure.state(model, optimizer) if plan.pads_params else placed
+            placed = state(model, optimizer) if plan.pads_params else placed
         # A step returns replicated counts; from counts elsewhere, it would compile a second time.
         everywhere = NamedSharding(plan.mesh, PartitionSpec())
         for variable in _nnx_state.stream_variables(rng, nnx.RngState):
@@ -265,7 +263,7 @@ class ModelStep:
         metrics = step(*args)
         if isinstance(metrics, tuple):  # of a training step
             new, metrics = metrics
-            self.structure.update(model, optimizer, new)
+            update(model, optimizer, new)
         aux = metrics.pop("aux", {})
         _nnx_state.advance(rng, aux.pop("drawn", []))
         return metrics | aux
