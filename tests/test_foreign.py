@@ -15,7 +15,6 @@ import zerojax
 import zerojax.nnx
 from tests.foreign import HEAVY, LIGHT, PACKAGES, PORTED, TURNS, program
 from tests.foreign.flax_sources import TUTORIALS
-from tests.support.processes import ROOT
 from tests.support.reference import assert_close, tree_bytes
 
 STEPS, DEVICES = 2, 8
@@ -68,30 +67,16 @@ CHANGED = {
     "flax_wmt": (4, 39),
     "flax_lm1b": (4, 18),
     "flax_imagenet": (5, 40),
-    "flax_sst2": (4, 15),
     "flax_seq2seq": (4, 11),
     "flax_ppo": (3, 1),
     "huggingface_bert": (5, 11),
-    "huggingface_bart": (5, 11),
     "huggingface_whisper": (5, 11),
     "huggingface_clip": (8, 9),
     "nanodo": (5, 6),
-    "siglip": (6, 5),
-    "dqn": (4, 5),
-    "maml": (0, 3),
-    "jraph": (4, 0),
     "diffusers_unet": (3, 6),
     "nnx_mnist": (4, 11),
     "nnx_diffusion": (2, 5),
 }
-
-
-def test_the_page_has_these_counts():
-    assert CHANGED.keys() == PORTED.keys() | TUTORIALS.keys()
-    added, left_out = CHANGED["flax_imagenet"]
-    text = " ".join((ROOT / "docs/coming_from.md").read_text().split())
-    assert f"trains {len(CHANGED)} programs" in text
-    assert f"`flax_imagenet`, a `pmap`, loses {left_out} lines and gets {added}" in text
 
 
 @pytest.mark.parametrize(
@@ -151,10 +136,9 @@ def check_placement(state):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TURNS)
-def test_networks_that_take_turns(name):
+def test_networks_that_take_turns():
     """In loops of one's own, with a step for each loss."""
-    one = TURNS[name]()
+    one = TURNS()
     wanted = {name: make() for name, make in one.make.items()}
     states = {name: zerojax.shard_train_state(make, 3) for name, make in one.make.items()}
     steps = {}
@@ -164,9 +148,8 @@ def test_networks_that_take_turns(name):
     for _ in range(STEPS):
         for name, loss in one.turns:
             plain, step = steps[name, loss]
-            value, grads = plain(wanted[name].params, one.batch, wanted)
-            new = wanted[name].apply_gradients(grads=grads)
-            wanted[name] = one.theirs(name, wanted, one.batch) if one.theirs else new
+            value, _ = plain(wanted[name].params, one.batch, wanted)
+            wanted[name] = one.theirs(name, wanted, one.batch)
             states[name], metrics = step(states.pop(name), one.batch, states)
             assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
         wanted, states = one.after(wanted), one.after(states)

@@ -1,16 +1,13 @@
 """Programs of other libraries. None knows of zerojax."""
 
 import functools
-from collections.abc import Callable
 
 from tests.foreign import flax_sources, libraries, packages, texts, turns
-from tests.foreign.program import Program, Turns
+from tests.foreign.program import Program
 
-LIGHT: dict[str, Callable[[], Program]] = libraries.LIGHT
-HEAVY: dict[str, Callable[[], Program]] = libraries.HEAVY
-PACKAGES: dict[str, Callable[[], Program]] = packages.PROGRAMS
-PORTED: dict[str, Callable[[], Program]] = flax_sources.PROGRAMS | texts.PROGRAMS
-TURNS: dict[str, Callable[[], Turns]] = turns.PROGRAMS
+LIGHT, HEAVY, PACKAGES = libraries.LIGHT, libraries.HEAVY, packages.PROGRAMS
+PORTED = flax_sources.PROGRAMS | texts.PROGRAMS
+TURNS = turns.td3
 
 
 @functools.cache

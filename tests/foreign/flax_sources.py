@@ -169,44 +169,6 @@ def imagenet() -> Program:
     return Program(make, loss, batch, ("batch_stats",), axis="batch", port=port)
 
 
-def sst2() -> Program:
-    """A classifier of sentences by recurrences in both directions, and attention."""
-    parts = example(
-        "sst2",
-        "models train",
-        (
-            "def train_step(\n...\n"
-            '  """Train for a single step."""\n'
-            "  # Make sure to get a new RNG at every step.\n  step = state.step\n"
-            "  rngs = {name: jax.random.fold_in(rng, step) for name, rng in rngs.items()}\n",
-            'def train_loss(params, batch, rngs, apply_fn):\n  """Train for a single step."""\n',
-        ),
-        (
-            "    logits = state.apply_fn(\n...\n        deterministic=False,\n",
-            "    logits = apply_fn(\n        variables,\n        batch['token_ids'],\n"
-            "        batch['length'],\n        deterministic=False,\n",
-        ),
-        (
-            "  grad_fn = jax.value_and_grad(loss_fn, has_aux=True)\n...\n"
-            "  return new_state, metrics\n",
-            "  loss, logits = loss_fn(params)\n"
-            "  return loss, {'accuracy': jnp.mean((logits >= 0.0) == batch['label'][:, None])}\n",
-        ),
-    )
-    sizes = {"embedding_size": 32, "hidden_size": 32, "vocab_size": 64, "output_size": 1}
-    none = {"dropout_rate": 0.0, "word_dropout_rate": 0.0}
-    model = parts.models.TextClassifier(unk_idx=1, **sizes, **none)
-    config = SimpleNamespace(learning_rate=0.1, momentum=0.9, weight_decay=3e-6)
-    batch = {"token_ids": tokens(8), "length": integers(5, ROWS) + 4}
-    batch["label"] = integers(2, ROWS).astype(np.float32)
-    rngs = {"dropout": KEY}
-    theirs = jax.jit(functools.partial(parts.theirs.train_step, rngs=rngs))
-    make = lambda: parts.theirs.create_train_state(KEY, config, model)
-    loss = functools.partial(parts.ours.train_loss, apply_fn=model.apply)
-    step = logged(theirs, lambda metrics, _: metrics.loss / ROWS)
-    return Program(make, loss, batch, rng=rngs, port=Port(step, parts.lines))
-
-
 def seq2seq() -> Program:
     """Sums, spelled out by a decoder that is given the digits before."""
     parts = example(
@@ -260,14 +222,7 @@ def ppo() -> Program:
     return Program(make, loss, batch, port=Port(step, parts.lines))
 
 
-PROGRAMS = {
-    "flax_wmt": wmt,
-    "flax_lm1b": lm1b,
-    "flax_imagenet": imagenet,
-    "flax_sst2": sst2,
-    "flax_seq2seq": seq2seq,
-    "flax_ppo": ppo,
-}
+PROGRAMS = {f"flax_{each.__name__}": each for each in (wmt, lm1b, imagenet, seq2seq, ppo)}
 
 # -- tutorials: the cells of their pages
 

@@ -1,16 +1,12 @@
 """Models, layers and likelihoods of other libraries, as their guides write them for one device, at
 sizes that compile soon. None knows of zerojax."""
 
-import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import struct
 
@@ -34,33 +30,6 @@ alike = lambda rows: np.tile(rows, (8, *[1] * (rows.ndim - 1)))  # to each devic
 @struct.dataclass
 class ExtraModuleState(zerojax.manual.ModuleState):
     extra: Any = None
-
-
-# -- recurrence
-
-
-def equinox_gru() -> Program:
-    eqx = library("equinox")
-
-    class Model(eqx.Module):
-        cell: Any
-        head: Any
-
-        def __init__(self, key):
-            self.cell = eqx.nn.GRUCell(8, 32, key=key)
-            self.head = eqx.nn.Linear(32, 1, key=key)
-
-        def __call__(self, x):
-            step = lambda h, x: (self.cell(x, h), None)
-            h, _ = jax.lax.scan(step, jnp.zeros(32), x)
-            return self.head(h)[0]
-
-    def loss(model, batch):
-        logits = jax.vmap(model)(batch["x"])
-        return optax.sigmoid_binary_cross_entropy(logits, batch["y"]).mean()
-
-    batch = {"x": normal(ROWS, 6, 8), "y": (normal(ROWS) > 0).astype(np.float32)}
-    return Program(lambda: zerojax.manual.ModuleState.create(Model(KEY), TX), loss, batch)
 
 
 # -- transformers
@@ -193,33 +162,11 @@ def haiku_vq_vae() -> Program:
     return of_module(net, loss, batch)
 
 
-def e3nn() -> Program:
-    """Points to messages that turn with them, through a gate, to one number a cloud."""
-    e3nn = library("e3nn_jax")
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, points):
-            x = e3nn.spherical_harmonics("0e + 1o + 2e", points, normalize=True)
-            for _ in range(2):
-                x = e3nn.flax.Linear("24x0e + 8x1o")(x)
-                x = e3nn.gate(x)
-                x = e3nn.concatenate(
-                    [x, e3nn.tensor_square(e3nn.mean(x, axis=-2, keepdims=True) + x)]
-                )
-            return e3nn.flax.Linear("0e")(e3nn.mean(x, axis=-2)).array[..., 0]
-
-    model = Model()
-    batch = {"points": normal(ROWS, 4, 3), "y": normal(ROWS)}
-    loss = lambda params, b: jnp.mean((model.apply(params, b["points"]) - b["y"]) ** 2)
-    return of_module(model, loss, batch, batch["points"])
-
-
 # -- solvers
 
 
-def diffrax_ode(adjoint: str) -> Program:
-    """A neural ODE, with the adjoints that run under `shard_map`."""
+def diffrax_backsolve() -> Program:
+    """A neural ODE, whose backward solves another one."""
     eqx, diffrax = library("equinox"), library("diffrax")
 
     class Field(eqx.Module):
@@ -231,7 +178,7 @@ def diffrax_ode(adjoint: str) -> Program:
     def loss(field, x):
         solve = lambda y: diffrax.diffeqsolve(
             diffrax.ODETerm(field), diffrax.Tsit5(), 0.0, 1.0, 0.25, y, max_steps=8,
-            adjoint=getattr(diffrax, adjoint)(),
+            adjoint=diffrax.BacksolveAdjoint(),
         ).ys[-1]  # fmt: skip
         return jnp.mean((jax.vmap(solve)(x) - 1) ** 2)
 
@@ -292,18 +239,6 @@ def numpyro_svi() -> Program:
     return Program(lambda: state_of(params), loss, batch)
 
 
-LIGHT: dict[str, Callable[[], Program]] = {
-    "haiku_batch_norm": haiku_batch_norm,
-    "equinox_batch_norm": equinox_batch_norm,
-}
-HEAVY: dict[str, Callable[[], Program]] = {
-    "equinox_gru": equinox_gru,
-    "haiku_vq_vae": haiku_vq_vae,
-    "penzai_llama": penzai_llama,
-    "keras": keras,
-    "e3nn": e3nn,
-    "diffrax_direct": functools.partial(diffrax_ode, "DirectAdjoint"),
-    "diffrax_backsolve": functools.partial(diffrax_ode, "BacksolveAdjoint"),
-    "flowjax_flow": flowjax_flow,
-    "numpyro_svi": numpyro_svi,
-}
+LIGHT = {each.__name__: each for each in (haiku_batch_norm, equinox_batch_norm)}
+HEAVY = (haiku_vq_vae, penzai_llama, keras, diffrax_backsolve, flowjax_flow, numpyro_svi)
+HEAVY = {each.__name__: each for each in HEAVY}

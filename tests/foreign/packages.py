@@ -4,7 +4,6 @@ ones, at sizes that compile soon. None knows of zerojax.
 Some packages ask for CUDA, for old versions or for what reads data: `make foreign` installs these
 without what they ask for, and a few of their imports are absent here."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -114,28 +113,6 @@ def s5() -> Program:
     return Program(lambda: zerojax.manual.ModuleState.create(Model(KEY), TX), loss, batch)
 
 
-# -- images
-
-
-def dit() -> Program:
-    """A diffusion transformer: time and text scale, shift and gate each block."""
-    model = _p.library("flaxdiff.models.simple_dit").SimpleDiT(
-        output_channels=3, patch_size=4, emb_features=32, num_layers=2, num_heads=2, mlp_ratio=2
-    )
-
-    def loss(params, batch):
-        t = batch["t"][:, None, None, None]
-        noisy = jnp.sqrt(1 - t) * batch["images"] + jnp.sqrt(t) * batch["noise"]
-        predicted = model.apply(params, noisy, batch["t"], batch["text"])
-        return jnp.mean((predicted - batch["noise"]) ** 2)
-
-    batch = {"images": normal(ROWS, 8, 8, 3), "noise": normal(ROWS, 8, 8, 3)}
-    batch |= {"text": normal(ROWS, 4, 12), "t": _p.random.uniform(size=ROWS).astype(np.float32)}
-    inputs = batch["images"], batch["t"], batch["text"]
-    init = jax.jit(lambda: stirred(model.init(KEY, *inputs)))
-    return Program(lambda: _p.state_of(init()), loss, batch)
-
-
 # -- proteins and molecules
 
 
@@ -226,11 +203,4 @@ def nequip() -> Program:
     return Program(make, loss, batch)
 
 
-PROGRAMS: dict[str, Callable[[], Program]] = {
-    "recurrent_gemma": recurrent_gemma,
-    "rwkv": rwkv,
-    "s5": s5,
-    "dit": dit,
-    "evoformer": evoformer,
-    "nequip": nequip,
-}
+PROGRAMS = {each.__name__: each for each in (recurrent_gemma, rwkv, s5, evoformer, nequip)}

@@ -62,8 +62,8 @@ class Turns(NamedTuple):
     make: dict[str, Callable[[], Any]]
     turns: Sequence[tuple[str, Callable[..., Any]]]
     batch: Any
-    theirs: Callable[..., Any] | None = None
-    after: Callable[[Any], Any] = lambda states: states
+    theirs: Callable[..., Any]
+    after: Callable[[Any], Any]
 
 
 class State(TrainState):
@@ -144,7 +144,6 @@ def trained(
     batch: Any,
     model: Callable[[Any], tuple[Callable[..., Any], Callable[[], Any]]],
     compiled: Callable[..., Any] = jax.jit,
-    create: Callable[..., Any] = TrainState.create,
     **more: Any,
 ) -> Program:
     """A program of one text; `model` returns the function and the parameters for its module."""
@@ -152,7 +151,7 @@ def trained(
     apply_fn, init = model(theirs)
     init = jax.jit(init)
     return Program(
-        lambda: create(apply_fn=apply_fn, params=init(), tx=TX),
+        lambda: TrainState.create(apply_fn=apply_fn, params=init(), tx=TX),
         functools.partial(ours.train_loss, apply_fn=apply_fn),
         batch,
         port=Port(compiled(theirs.train_step), lines),

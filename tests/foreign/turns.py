@@ -1,90 +1,19 @@
-"""Networks that take turns: each learns by a loss that reads the others as they are then."""
+"""Networks that take turns: each learns by a loss that reads the others as they are then.
 
-from collections.abc import Callable
+TD3 of rejax has two critics against their targets, and an actor every second time."""
+
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
 
 from tests.foreign import program as _p
 from tests.foreign.program import KEY, ROWS, Edit, Turns, normal
-
-# -- CycleGAN after the paper, with fewer layers and without its pool of older images. Activations
-# and distances are smooth, as rounding may cross a kink; and the gradient of a bias before a norm
-# would be zero but for rounding.
-
-
-class Norm(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.silu(nn.InstanceNorm()(x))
-
-
-class Generator(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        around = lambda x, n: jnp.pad(x, ((0, 0), (n, n), (n, n), (0, 0)), mode="reflect")
-        conv = lambda n, size, **options: nn.Conv(n, (size, size), use_bias=False, **options)
-        valid = lambda n, size, x: conv(n, size, padding="VALID")(around(x, size // 2))
-        x = Norm()(valid(8, 7, x))
-        x = Norm()(conv(16, 3, strides=2)(x))
-        y = Norm()(valid(16, 3, x))
-        x += nn.InstanceNorm()(valid(16, 3, y))
-        x = Norm()(nn.ConvTranspose(8, (3, 3), strides=(2, 2), use_bias=False)(x))
-        return jnp.tanh(valid(3, 7, x))
-
-
-class Critic(nn.Module):
-    """Judges each patch of an image."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.silu(nn.Conv(8, (4, 4), strides=2)(x))
-        x = nn.Conv(16, (4, 4), strides=2, use_bias=False)(x)
-        x = nn.silu(nn.InstanceNorm()(x))
-        return nn.Conv(1, (4, 4))(x)
-
-
-def cyclegan() -> Turns:
-    generator, critic = Generator(), Critic()
-    # Images of domain a, generated from b, and so on.
-    images = lambda params, batch: {
-        "a": generator.apply(params["a"], batch["b"]),
-        "b": generator.apply(params["b"], batch["a"]),
-    }
-    distance = lambda x, y: optax.losses.log_cosh(x, y).mean()
-    judged = lambda params, x, wanted: jnp.mean((critic.apply(params, x) - wanted) ** 2)
-
-    def of_generators(params, batch, states):
-        fake, critics = images(params, batch), states["critics"].params
-        again, same = images(params, fake), {x: generator.apply(params[x], batch[x]) for x in "ab"}
-        far = lambda x: 10 * distance(again[x], batch[x]) + 5 * distance(same[x], batch[x])
-        of = lambda x: judged(critics[x], fake[x], 1.0) + far(x)
-        return of("a") + of("b")
-
-    def of_critics(params, batch, states):
-        fake = images(states["generators"].params, batch)
-        of = lambda x: judged(params[x], batch[x], 1.0) + judged(params[x], fake[x], 0.0)
-        return (of("a") + of("b")) / 2
-
-    batch = {x: np.tanh(normal(ROWS, 12, 12, 3)) for x in "ab"}
-
-    def make(model, first):
-        init = jax.jit(lambda key: model.init(key, batch["a"]))
-        keys = {x: jax.random.key(first + i) for i, x in enumerate("ab")}
-        return lambda: _p.state_of({x: init(key) for x, key in keys.items()}, extra=())
-
-    makers = {"generators": make(generator, 0), "critics": make(critic, 2)}
-    return Turns(makers, [("generators", of_generators), ("critics", of_critics)], batch)
-
-
-# -- TD3 of rejax: two critics against their targets, an actor every second time
 
 LOSSES: list[Edit] = [
     (f"        def {name}_loss_fn(params):\n", f"        def {name}_loss_fn(params, minibatch):\n")
@@ -163,6 +92,3 @@ def td3() -> Turns:
     }
     turns = [("critic", of_critics), ("critic", of_critics), ("actor", of_actor)]
     return Turns(makers, turns, batch, step, moved_targets)
-
-
-PROGRAMS: dict[str, Callable[[], Turns]] = {"cyclegan": cyclegan, "td3": td3}
