@@ -97,10 +97,7 @@ def test_meshes():
         (("8xH100", (2, 2), ("a", "b")), r"shape \(2, 2\) with axes \('a', 'b'\) does not hold 8"),
         (("8xH100", (2, 4)), "does not hold 8 GPUs. Pass shape= with that product, and as many"),
         (("v5e:2x4", (2, 2), ("a", "b")), r"axes \('a', 'b'\) does not hold 8 TPUs. Pass shape="),
-        (
-            ("v5e:3x3",),
-            "a slice of TPUs 'v5e:3x3'. Write for example 'v5e:2x4'; known: v5e of",
-        ),
+        (("v5e:3x3",), "a slice of TPUs 'v5e:3x3'. Write for example 'v5e:2x4'; known: v5e of"),
         (("8xv5p",), "no facts about a slice of TPUs '8xv5p'. .*v5p of 2x2x1, 2x2x2"),
         (("v9:2x4",), "no facts about a slice of TPUs 'v9:2x4'"),
     ],

@@ -206,7 +206,7 @@ FLAGS = {
         ],
     },
     "--split --moments int8": {
-        "precision": PRECISION(moments="int8", **NARROW | {"master": "split"}),
+        "precision": PRECISION(moments="int8", **NARROW | {"master": "split"})
     },
     "--compute bfloat16 --reduce float32 --axis host,card --prefetch 0 --skip-nonfinite "
     "--no-donate --mutable batch_stats": {

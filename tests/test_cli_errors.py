@@ -53,10 +53,7 @@ BAD = {
     "no picture": (("audit", "124m", "--plot", "x.hlo"), "x.hlo does not name a picture file"),
     "plot nowhere": (("audit", "124m", "--plot", "no/x.png"), "there is no directory for no/x.png"),
     "damaged": (("audit", "damaged.hlo"), "this is not the text of an HLO module: it starts"),
-    "hosts": (
-        ("forecast", "mymodel:model", "--per-host", "0"),
-        "do not fill hosts of 0. Pass",
-    ),
+    "hosts": (("forecast", "mymodel:model", "--per-host", "0"), "do not fill hosts of 0. Pass"),
     "set of HLO": (("audit", STEP, "--set", "n=1"), "is compiled already. Leave out --set."),
     "links of none": (("audit", STEP, "--network", "9"), "change a GPU's links. Name the GPU, t"),
     "16 bits": (("forecast", "124m", "--compute", "float32"), "'124m' computes in the 16 bits of"),

@@ -75,10 +75,7 @@ REFUSED = [
     (save(STATE, plan=3), "plan= takes a plan, got 3"),
     (restore("none"), r"nothing at .*/none\. Pass the directory that you passed to zerojax.save"),
     (restore("part"), r"/part.orbax-checkpoint-tmp was never finished"),
-    (
-        restore("loop"),
-        "is not a .*, but contains some: 5, 10, 100. Pass one of them: .*/loop/100",
-    ),
+    (restore("loop"), "is not a .*, but contains some: 5, 10, 100. Pass one of them: .*/loop/100"),
     (restore("file"), r"is a file.*flax.serialization.from_bytes\(make_state"),
     (restore("w"), "has safetensors, not a checkpoint. .* zerojax.checkpoint.import_safetensors"),
     (restore("headless"), "no complete checkpoint at .*Its _METADATA, .* is missing"),

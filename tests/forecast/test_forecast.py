@@ -93,10 +93,7 @@ def test_what_compiles_twice_compiles_once(options, ways, cpus):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"accumulate": 2, "donate": False},
-        {"accumulate": 2, "order": "layers", "regather": False},
-    ],
+    [{"accumulate": 2, "donate": False}, {"accumulate": 2, "order": "layers", "regather": False}],
     ids=str,
 )
 def test_a_ready_step_is_forecast_with_all_that_it_was_made_of(options, cpus):
@@ -262,8 +259,7 @@ def test_a_card_carries_a_quarter_of_what_its_gpu_sends(flat):
 
 @pytest.mark.gpu_code
 @pytest.mark.parametrize(
-    ("groups", "accumulate", "resting", "near"),
-    [(HSDP, 4, 4, 0), (AMSP, 1, 8, 4), (AMSP, 4, 8, 4)],
+    ("groups", "accumulate", "resting", "near"), [(HSDP, 4, 4, 0), (AMSP, 1, 8, 4), (AMSP, 4, 8, 4)]
 )
 def test_groups_send_between_hosts_what_the_guide_says(groups, accumulate, resting, near):
     """Parameters and gradients of 2 bytes, over the GPUs of a host."""

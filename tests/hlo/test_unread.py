@@ -29,10 +29,7 @@ PLANTED = {
     "an opcode": (change(r" add\(", " tensor-add("), "its opcode, tensor-add, is not known"),
     "a dtype": (change(r"= f32\[", "= mx9["), "its type, mx9, is not known"),
     "a type": (change(r"= f32\[[\d,]*\]\S* add", "= f32<8> add"), "its type, f32<8>, is not known"),
-    "garbage": (
-        change(r"\n  (?=%?[\w.-]+ = )", "\n  @!\n  "),
-        "line N, '@!': it is no instr",
-    ),
+    "garbage": (change(r"\n  (?=%?[\w.-]+ = )", "\n  @!\n  "), "line N, '@!': it is no instr"),
     "garbage between computations": (change(r"\n\n", "\n\n@ x {\n"), "line N, '@ x {': it is no"),
     "the end is missing": (lambda text: text[: text.rindex("ROOT")], "main.* has no ROOT"),
     "most is missing": (lambda text: text[: text.index("ENTRY")], "no ENTRY computation, as if it"),
