@@ -3,7 +3,6 @@
     python -m tests.mutants                        # all of them
     python -m tests.mutants NAME ... --first TEST  # some; this test runs first
     python -m tests.mutants --write                # keeps the result in killed.json
-    python -m tests.mutants --table [REVISION]     # prints that, beside a revision's; runs nothing
 
 First runs the test that killed a mutant the last time, then those of the module that it changes,
 then all that are quick, until one fails. The exit code is 1 where a mutant that killed.json has a
@@ -33,9 +32,6 @@ Kept = dict[str, str]  # of one mutant: its fate, the test that killed it, when 
 def main() -> int:
     arguments = parsed_arguments()
     kept, mutants = json.loads(KEPT.read_text()), table.read()
-    if arguments.table is not None:
-        print(as_table(kept, kept_at(arguments.table) if arguments.table else {}))
-        return 0
     if unknown := set(arguments.names) - mutants.keys():
         sys.exit(f"there is no mutant {min(unknown)!r}: name some of {', '.join(mutants)}")
     chosen = [mutants[name] for name in arguments.names or mutants]
@@ -60,7 +56,6 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--first", nargs="+", default=[], metavar="TEST")
     parser.add_argument("--workers", default="auto", help="of pytest, as -n takes them")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--table", nargs="?", const="", metavar="REVISION")
     return parser.parse_args()
 
 
@@ -106,39 +101,14 @@ def near(mutant: Mutant) -> str:
 def as_kept(mutant: Mutant, outcome: Outcome) -> Kept:
     versions = f"JAX {importlib.metadata.version('jax')}, Python {platform.python_version()}"
     about = {"fate": outcome.fate, "test": outcome.test, "message": outcome.message}
-    when = {"commit": git("describe", "--always", "--dirty").strip(), "with": versions}
+    git = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    when = {"commit": commit.strip(), "with": versions}
     return {"breaks": mutant.breaks, **about, **when, "date": datetime.date.today().isoformat()}
-
-
-def kept_at(revision: str) -> dict[str, Kept]:
-    try:
-        return json.loads(git("show", f"{revision}:{KEPT.relative_to(ROOT).as_posix()}"))
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"there is no result at {revision}: {error.stderr.strip()}")
-
-
-def git(*arguments: str) -> str:
-    command = ["git", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def as_line(name: str, outcome: Outcome) -> str:
     return f"{name}: {outcome.fate} {outcome.test} ({outcome.seconds} s) {outcome.message}"
-
-
-def as_table(kept: Mapping[str, Kept], before: Mapping[str, Kept]) -> str:
-    """Returns what is kept as a table of Markdown, beside what was kept before."""
-
-    def shown(of: Mapping[str, Kept], name: str) -> str:
-        one = of.get(name, {"fate": "not run", "test": ""})
-        return f"{one['test']} ({one['fate']})".strip().replace("|", "\\|")
-
-    sides = {"killed before by": before, "killed by": kept} if before else {"killed by": kept}
-    rows = [("mutant", "what it breaks", *sides), ("---",) * (2 + len(sides))]
-    rows += [
-        (name, kept[name]["breaks"], *(shown(of, name) for of in sides.values())) for name in kept
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 if __name__ == "__main__":
