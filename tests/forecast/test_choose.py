@@ -15,7 +15,6 @@ from tests.forecast import fakes
 from tests.support import nnx_models
 
 LAYERS, WIDTH, ROWS = 4, 512, 256  # rows of a GPU
-BF16 = zerojax.Precision(compute="bfloat16")
 
 
 @pytest.fixture

@@ -277,14 +277,6 @@ def test_groups_send_between_hosts_what_the_guide_says(groups, accumulate, resti
     assert case.link_bytes == pytest.approx(accumulate * 2 * passes * 3 / 4, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["audit", "verify", "forecast", "choose"])
-def test_the_key_comes_after_the_batch_as_in_a_call_of_the_step(name):
-    given = inspect.signature(getattr(zerojax.tools, name)).bind_partial(
-        "step", "state", "batch", "rng"
-    )
-    assert (given.arguments["batch"], given.arguments["rng"]) == ("batch", "rng")
-
-
 def test_an_option_of_a_plan_or_a_step_is_one_of_forecasts_and_studies(run):
     """Without another line; one that is declared with a flag has it on the command line."""
     made_here = {"stage", "mesh", "plan"}
