@@ -248,41 +248,6 @@ def test_lora_trains_and_reduces_adapters_alone(said, example, tmp_path):
 
 
 @pytest.mark.ci
-def test_dpo_starts_at_the_reference_and_leaves_it(example):
-    dpo, train_gpt = example("dpo"), example("train_gpt")
-    args = dpo.parser.parse_args([*TINY.split(), "--lr", "1e-2"])
-    model = train_gpt.GPT(2, 32, 8)
-    plan = zerojax.plan(dpo.state_maker(model, args), stage=3)
-    start = plan.place(dpo.state_maker(model, args))
-    step = zerojax.train_step(dpo.dpo_loss(model, 0.1), donate=False)
-    pairs = TEXT[:, :9].reshape(8, 2, 9)
-    state, metrics = step(start, pairs)
-    assert metrics["loss"] == pytest.approx(np.log(2)) and metrics["aux"]["accuracy"] == 0
-    assert_same(state.params["reference"], start.params["reference"], 0)
-    assert step(state, pairs)[1]["loss"] < np.log(2) - 0.01
-    assert on_device(state.params["reference"]) < size(state.params["reference"]) / 7
-    assert size(state.opt_state) < 2 * size(state.params["policy"]) + 10  # two moments, counts
-    traffic = zerojax.audit(step, plan.abstract(), pairs, plan=plan).traffic
-    kernels = [one for one in traffic if "params/reference/blocks/up/kernel" in one.paths]
-    assert [one.kind for one in kernels] == ["all-gather"]
-    assert kernels[0].trips == 2  # a layer at a time, and not in backward
-
-
-@pytest.mark.ci
-def test_the_average_of_the_weights_is_sharded_as_they_are(example):
-    tx = optax.chain(optax.sgd(0.5), example("diffusion").average_of_params(0.9))
-    params = {"w": jnp.ones((16, 8)), "stack": jnp.ones((3, 8, 8))}
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    state = zerojax.shard_train_state(state, stage=3)
-    loss_fn = lambda params, x: jnp.mean(x @ params["w"]) + jnp.mean(params["stack"] ** 2)
-    state, _ = zerojax.train_step(loss_fn)(state, np.ones((8, 16), np.float32))
-    average = state.opt_state[-1]
-    assert_same(average, jax.tree.map(lambda new: 0.9 + 0.1 * new, state.params), 1e-6)
-    specs = lambda tree: [leaf.sharding for leaf in jax.tree.leaves(tree)]
-    assert specs(average) == specs(state.params) and on_device(average) == size(average) / 8
-
-
-@pytest.mark.ci
 def test_relora_merges_without_a_change_and_forgets(example):
     relora = example("relora")
     tx = relora.restarting(optax.scale_by_adam(), 3)

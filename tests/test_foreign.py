@@ -72,7 +72,6 @@ CHANGED = {
     "huggingface_bert": (5, 11),
     "huggingface_whisper": (5, 11),
     "huggingface_clip": (8, 9),
-    "nanodo": (5, 6),
     "diffusers_unet": (3, 6),
     "nnx_mnist": (4, 11),
     "nnx_diffusion": (2, 5),

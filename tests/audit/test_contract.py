@@ -27,6 +27,12 @@ def broken(report, pattern, **limits):
     return hits[0]
 
 
+def of_params(params, **options):
+    """The plan at stage 3 of a state that SGD trains."""
+    make = lambda: TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    return zerojax.plan(make, stage=3, **options)
+
+
 # -- by mistake
 
 
@@ -80,10 +86,7 @@ def test_mistakes_are_told_at_once_and_each_with_its_remedy(mistakes):
 
 
 def test_activations_whose_layout_xla_changes():
-    make = lambda: TrainState.create(
-        apply_fn=None, params={"w": jnp.ones((128, 128))}, tx=optax.sgd(0.1)
-    )
-    plan = zerojax.plan(make, stage=3)
+    plan = of_params({"w": jnp.ones((128, 128))})
     columns = NamedSharding(plan.mesh, P(None, "data"))
 
     def mistaken(params, x):
@@ -95,10 +98,8 @@ def test_activations_whose_layout_xla_changes():
 
     x = zerojax.aot.batch(jnp.zeros((1024, 128)), plan)
     report = zerojax.audit(step, plan.abstract(), x, plan=plan)
-    broken(
-        report,
-        r"^all-reduce \S+ sums f32\[1024,128\], 512.0 KiB.* larger than any statistic.*activ",
-    )
+    sums = r"^all-reduce \S+ sums f32\[1024,128\], 512.0 KiB.* larger than any statistic.*activ"
+    broken(report, sums)
     for each in (report, zerojax.audit(report.module.text)):
         broken(each, "^all-to-all.* no stage needs one, so activations or weights.*with_sharding")
 
@@ -146,9 +147,7 @@ def recurrent(params, batch):
 @pytest.mark.parametrize("stacked", [None, (), "."])
 @pytest.mark.parametrize("run", [by_species, recurrent])
 def test_what_no_loop_reads_layer_by_layer_counts_no_layers(run, stacked):
-    params = {"w": jnp.ones((5, 32, 32)), "b": jnp.ones((5, 32))}
-    make = lambda: TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
-    plan = zerojax.plan(make, stage=3, stacked=stacked)
+    plan = of_params({"w": jnp.ones((5, 32, 32)), "b": jnp.ones((5, 32))}, stacked=stacked)
     assert {leaf.stacked for leaf in plan.params} == {stacked != ()}
     batch = {"x": jnp.ones((16, 32)), "kind": jnp.arange(16) % 5}
     step = zerojax.train_step(run)
@@ -158,10 +157,7 @@ def test_what_no_loop_reads_layer_by_layer_counts_no_layers(run, stacked):
 
 def test_layers_that_are_alike_share_a_finding():
     """Layers in a Python loop have weights of their own, and as many lines would hide the rest."""
-    params = {"h": [jnp.zeros((64, 64))] * 3}
-    tx = optax.sgd(0.1)
-    make = lambda: TrainState.create(apply_fn=None, params=params, tx=tx)
-    plan = zerojax.plan(make, stage=3)
+    plan = of_params({"h": [jnp.zeros((64, 64))] * 3})
     rows = zerojax.aot.batch(jnp.zeros((1024, 64)), plan)
     run = lambda params, x: jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), params["h"], x))
 
@@ -193,9 +189,8 @@ def by_hand(plan, reduce):
         return reduce(jax.value_and_grad(loss)(params, tokens))
 
     def step(state, tokens):
-        grad = jax.shard_map(
-            summed, mesh=plan.mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
-        )
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        grad = jax.shard_map(summed, mesh=plan.mesh, **specs, check_vma=False)
         value, grads = grad(state.params, tokens)
         # Whole until the update, as a clip by global norm may keep them.
         grads = jax.lax.optimization_barrier(grads)
@@ -331,10 +326,7 @@ def test_gradients_that_wait_for_each_other(waits):
     scaled = lambda grads: jax.tree.map(lambda g: g * sum(map(jnp.sum, grads)), grads)
     same = jax.custom_vjp(lambda params: params)
     same.defvjp(lambda params: (params, None), lambda _, grads: (scaled(grads),))
-    make = lambda: TrainState.create(
-        apply_fn=None, params=[jnp.zeros((4096, 4096))] * 9, tx=optax.sgd(0.1)
-    )
-    plan = zerojax.plan(make, stage=3, mesh=audits.mesh_of("cpu"))
+    plan = of_params([jnp.zeros((4096, 4096))] * 9)
 
     def train(params, x):
         for w in same(params) if waits else params:

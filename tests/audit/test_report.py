@@ -12,7 +12,6 @@ from flax.training.train_state import TrainState
 import zerojax
 from tests.support import steps
 from tests.support.stored import stored
-from zerojax.tools._hlo.timeline import Sent, Span
 
 
 def test_audits_in_notebooks_name_cells_by_their_lines():
@@ -94,8 +93,7 @@ def test_it_prints_as_a_table_and_turns_into_json():
     assert text.startswith("ZeRO stage 3, 4 devices (cpu)\nmemory per device  ")
     assert "donated and reused" in text and "modelled step" not in text
     assert "all-gather 2" in text and ", reduce-scatter 115.5 KiB, all-reduce 1.4 KiB" in text
-    header, _, *rows = text.split("\n\n")[1].splitlines()
-    assert " ".join(header.split()) == "collective dtype sent times loops group when serves"
+    rows = text.split("\n\n")[1].splitlines()
     (row,) = (r for r in rows if r.endswith("params/blocks/qkv") and r.startswith("reduce"))
     # (32, 96) in fp32: 12 KiB, less the own quarter
     assert " ".join(row.split()) == "reduce-scatter f32 9.0 KiB 3 1 data sync params/blocks/qkv"
@@ -108,35 +106,16 @@ def test_it_prints_as_a_table_and_turns_into_json():
     assert len(long.to_dict()["traffic"]) == len(long.traffic)
 
 
-@pytest.mark.parametrize(
-    ("changes", "verdict"),
-    [
+def test_it_says_whether_the_contract_holds():
+    report, broken = steps.row("stage3").report, {"not_donated": ("x",)}
+    for changes, verdict in (
         ({}, "keeps the contract of stage 3"),
-        ({"not_donated": ("x",)}, "breaks the contract of stage 3 in 1 way: report.check()"),
-        (
-            {"not_donated": ("x",), "placement": (("x", "replicated"),)},
-            "breaks the contract of stage 3 in 2 ways: report.check()",
-        ),
-        ({"memory": 0}, "the contract of stage 3 cannot be checked: report.check() says why"),
-    ],
-)
-def test_it_says_whether_the_contract_holds(changes, verdict):
-    report = steps.row("stage3").report
-    if "memory" in changes:
-        changes = {"memory": dataclasses.replace(report.memory, parameters=0)}
-    report = dataclasses.replace(report, **changes)
-    assert verdict in str(report).split("\n\n")[0].splitlines()
-    assert f"<br>{verdict}</p>" in report._repr_html_()
-
-
-def test_what_is_read_from_code_for_cpus_says_so():
-    told = "the order of collectives are those of CPU code; zerojax.aot.mesh('8xH100') compiles for"
-    report = steps.row("stage3").report
-    assert told in str(report).split("\n\n")[1] and "CPU code" in report._repr_html_()
-    assert "CPU code" not in str(zerojax.audit(stored("layers-8xH100-jax0.12")))
-    for name in ("padded3", "bfloat16"):
-        sent = str(steps.row(name).report).endswith("CPUs send bfloat16 as f32; GPUs do not.")
-        assert sent == (name == "bfloat16")
+        (broken, "breaks the contract of stage 3 in 1 way: report.check()"),
+        (broken | {"placement": (("x", "replicated"),)}, "in 2 ways: report.check()"),
+        ({"memory": dataclasses.replace(report.memory, parameters=0)}, "stage 3 cannot be checked"),
+    ):
+        changed = dataclasses.replace(report, **changes)
+        assert verdict in str(changed).split("\n\n")[0] and verdict in changed._repr_html_()
 
 
 # -- pictures
@@ -153,29 +132,11 @@ def test_plot_writes_a_picture(tmp_path):
     labels = {t.get_text() for t in axes.get_legend().get_texts()}
     assert labels >= {"compute", "all-gather", "reduce-scatter", "exposed"}
     assert any(t.get_text() == "x 3" for t in axes.texts), "loops say how often they run"
-    assert "on 4 x H100" in axes.get_title()
     caveat = "compiled for CPUs, where no collective runs beside compute"
-    assert axes.get_title().endswith(f"exposed\n({caveat})") and f"; {caveat})" in str(report)
+    assert caveat in axes.get_title() and f"; {caveat})" in str(report)
     # One thing runs after another, and the later runs of a loop take no room.
     drawn = sum(s.end - s.start for s in report.replay.spans if s.stream != "exposed")
     assert axes.get_xlim()[1] == pytest.approx(1e3 * drawn) and drawn < report.step_seconds
-    plt.close(figure)
-
-
-def test_a_timeline_says_how_long_it_waits_for_the_host_and_labels_short_loops():
-    pytest.importorskip("matplotlib").use("agg")
-    import matplotlib.pyplot as plt
-
-    report = zerojax.audit(steps.row("stage3").compiled, gpu="H100")
-    copies = [Sent(None, "copy.1", "to the device", 2**20, False, exposed=0.25)]
-    spans = [Span(0, 1e-6, "a", "compute", 3), Span(1e-6, 1, "b", "compute", 1)]
-    replay = dataclasses.replace(report.replay, transfers=copies, spans=spans)
-    figure = dataclasses.replace(report, replay=replay).plot()
-    (axes,) = figure.axes
-    figure.canvas.draw()
-    assert " exposed, 250.0 ms waiting for the host\n" in axes.get_title()
-    (label,) = (t for t in axes.texts if t.get_text() == "x 3")
-    assert label.get_window_extent().x0 > axes.get_window_extent().x0
     plt.close(figure)
 
 

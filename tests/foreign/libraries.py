@@ -19,7 +19,6 @@ from tests.foreign.program import (
     library,
     next_token_loss,
     normal,
-    of_module,
     state_of,
     tokens,
 )
@@ -143,25 +142,6 @@ def keras() -> Program:
     return Program(make, loss, batch, ("extra",))
 
 
-def haiku_vq_vae() -> Program:
-    """A codebook behind a straight-through estimate."""
-    hk = library("haiku")
-
-    def model(x):
-        codes = hk.nets.VectorQuantizer(16, 64, commitment_cost=0.25)
-        coded = codes(hk.nets.MLP([32, 16])(x), is_training=True)
-        return hk.nets.MLP([32, 8])(coded["quantize"]), coded["loss"]
-
-    net = hk.without_apply_rng(hk.transform(model))
-    batch = normal(ROWS, 8)
-
-    def loss(params, x):
-        y, commitment = net.apply(params, x)
-        return jnp.mean((y - x) ** 2) + commitment
-
-    return of_module(net, loss, batch)
-
-
 # -- solvers
 
 
@@ -240,5 +220,5 @@ def numpyro_svi() -> Program:
 
 
 LIGHT = {each.__name__: each for each in (haiku_batch_norm, equinox_batch_norm)}
-HEAVY = (haiku_vq_vae, penzai_llama, keras, diffrax_backsolve, flowjax_flow, numpyro_svi)
+HEAVY = (penzai_llama, keras, diffrax_backsolve, flowjax_flow, numpyro_svi)
 HEAVY = {each.__name__: each for each in HEAVY}

@@ -9,84 +9,6 @@ import pytest
 from tests.foreign import program as _p
 from tests.foreign.program import KEY, OUT_OF_THE_STEP, ROWS, Program, integers, normal, tokens
 
-# -- nanodo: parameters are annotated for a mesh with the axis "data"
-
-NANODO = """
-import functools
-
-import flax.linen as nn, jax, jax.numpy as jnp, optax
-
-WIDTH, HEADS, VOCAB = 32, 2, 64
-over = lambda *axes: nn.with_partitioning(nn.initializers.xavier_uniform(), axes)
-
-
-class Attention(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        size = WIDTH // HEADS
-        project = functools.partial(
-            nn.DenseGeneral, (HEADS, size), kernel_init=over("data", None, None), use_bias=False
-        )
-        q, k, v = (project(name=name)(x) for name in ("query", "key", "value"))
-        scores = jnp.einsum("...qhd,...khd->...hqk", q / size**0.5, k)
-        causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
-        scores = jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(x.dtype).min))
-        y = jnp.einsum("...hqk,...khd->...qhd", scores, v)
-        out = nn.DenseGeneral(
-            WIDTH, axis=(-2, -1), kernel_init=over(None, None, "data"), use_bias=False
-        )
-        return out(y)
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        dense = functools.partial(nn.Dense, kernel_init=over("data", None), use_bias=False)
-        x += Attention()(nn.LayerNorm(use_bias=False)(x))
-        z = nn.LayerNorm(use_bias=False)(x)
-        return x + dense(WIDTH)(jax.nn.gelu(dense(4 * WIDTH)(z)))
-
-
-class Decoder(nn.Module):
-    @nn.compact
-    def __call__(self, ids):
-        table = nn.Embed(VOCAB, WIDTH, embedding_init=over(None, "data"))
-        places = nn.Embed(ids.shape[1], WIDTH, embedding_init=over(None, "data"))
-        x = Block()(table(ids) + places(jnp.arange(ids.shape[1])))
-        return table.attend(nn.LayerNorm(use_bias=False)(x))
-
-
-def train_step(state, batch):
-    def loss_fn(params):
-        logits = state.apply_fn({"params": params}, batch[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
-        known = (batch[:, 1:] > 0).astype(jnp.float32)
-        return jnp.sum(losses * known) / jnp.sum(known)
-
-    loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), loss
-"""
-
-
-def nanodo() -> Program:
-    edits = [
-        *OUT_OF_THE_STEP,
-        ("import functools\n\n", "import functools\n\nimport zerojax\n"),
-        (
-            "        known = (batch[:, 1:] > 0).astype(jnp.float32)\n"
-            "        return jnp.sum(losses * known) / jnp.sum(known)\n",
-            "        return zerojax.mean(losses, where=batch[:, 1:] > 0)\n",
-        ),
-    ]
-    ids = np.where(np.arange(9) < np.arange(ROWS)[:, None] % 5 + 3, tokens(9), 0)
-
-    def of(text):
-        model = text.Decoder()
-        return model.apply, lambda: model.init(KEY, ids[:, 1:])["params"]
-
-    return _p.trained("nanodo", NANODO, edits, ids, of)
-
-
 # -- a UNet of diffusers, with the step of its scripts for `jax.pmap`
 
 UNET = """
@@ -269,5 +191,5 @@ def clip() -> Program:
     return pretrained("CLIPModel", batch, shapes, OF_PAIRS, PAIRS_OF_ALL_DEVICES, **config)
 
 
-PROGRAMS = {"nanodo": nanodo, "diffusers_unet": unet, "huggingface_bert": bert}
+PROGRAMS = {"diffusers_unet": unet, "huggingface_bert": bert}
 PROGRAMS |= {"huggingface_whisper": whisper, "huggingface_clip": clip}

@@ -49,11 +49,8 @@ def test_what_each_generation_computes_in():
     before = {"T4", *V100S, "A100-40GB", "A100-80GB", "A10G"}
     assert named(lambda gpu: not gpu.flops8) == before
     assert GPUS["H100"].rates.flops8 == 2 * GPUS["H100"].rates.flops
-    for name, tf32, fp32 in (
-        ("V100-32GB", 15.7, 15.7),
-        ("A100-80GB", 156, 19.5),
-        ("H100", 494.5, 67),
-    ):
+    speeds = ("V100-32GB", 15.7, 15.7), ("A100-80GB", 156, 19.5), ("H100", 494.5, 67)
+    for name, tf32, fp32 in speeds:
         gpu, rates = GPUS[name], zerojax.tools.rates_of(name)
         assert gpu.tf32 / 1e12 == pytest.approx(tf32, rel=0.01)
         assert gpu.fp32 / 1e12 == pytest.approx(fp32, rel=0.02)

@@ -136,11 +136,6 @@ def without(text, line):
 NESTED = "nested-16xH100-jax0.12"
 DAMAGES = {
     "cut off early": (lambda t: t[: len(t) // 2], "'%fused_com': it is no instruction"),
-    "cut off between": (
-        lambda t: t[: t.index("\n\nENTRY")],
-        "no ENTRY computation, as if it were cut off",
-    ),
-    "cut off late": (lambda t: t[: t.rindex("ROOT")], "main.* has no ROOT"),
     "half a line": (
         lambda t: t.replace("copy(%get", "copy", 1)[:-200] + "\n}",
         r"line \d+, '%copy.*': its parentheses do not close",
@@ -154,10 +149,6 @@ DAMAGES = {
     "two roots": (lambda t: t.replace("\n  %", "\n  ROOT %", 1), "it is a second ROOT"),
     "a fusion of nothing": (lambda t: t.replace(" calls=", " x=", 1), "not say what it calls"),
     "a loop without a body": (lambda t: t.replace(" body=", " x=", 1), "not say what it calls"),
-    "an open parenthesis": (
-        lambda t: t.replace("parameter(0)", "parameter(0", 1),
-        r"line \d+, '.*': its parentheses",
-    ),
 }
 
 

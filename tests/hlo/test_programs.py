@@ -13,7 +13,6 @@ import pytest
 from tests.support.stored import BF16, F32, HERE, LAYER, report, stored
 
 report = functools.cache(report)
-ROWS = 64 * 256  # elements of a device's rows
 
 
 class Sent(NamedTuple):
@@ -90,11 +89,6 @@ PROGRAMS = {
         Sent("all-reduce", 2 * 32 * 256 * F32 * 3 / 4, group=4, on_host=4),
         Sent("all-reduce", 2 * 256 * F32 * 1 / 2, group=2, on_host=2),
     ],
-    "unknown-cpu8-jax0.10": [Sent("all-reduce", 2 * F32 * 7 / 8, 1, 1)],
-    "exchange-8xH100-jax0.12": [
-        Sent("collective-permute", ROWS * F32),
-        Sent("all-to-all", ROWS * F32 * 7 / 8),
-    ],
     "step3-8xH100-jax0.12": STEP3,
     "step2-16xH100-jax0.10": STEP2,
 }
@@ -107,8 +101,6 @@ FLOPS = {
     "combined": 5 * 2 * 64 * 256 * 512,
     "axes": 2 * 2 * 32 * 256 * 256,  # each half of the rows: x @ w, and x.T @ that
     "partitioned": 2 * 32 * 64 * 256,
-    "unknown": 0,
-    "exchange": 2 * 2 * 64 * 64 * 256,
     "step3": 4 * 4 * MATMUL,  # forward, again, and two in backward
     "step2": 4 * 4 * MATMUL,  # the same in two halves
 }
@@ -116,7 +108,7 @@ FLOPS = {
 
 def test_every_stored_program_is_counted():
     assert {path.stem for path in HERE.glob("*.hlo")} == set(PROGRAMS)
-    assert sum("jax0.10" in name for name in PROGRAMS) >= 5
+    assert sum("jax0.10" in name for name in PROGRAMS) >= 4
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -140,9 +132,7 @@ def test_joined_collectives_keep_their_arrays():
     assert first.paths == ("params/layers/w",)
 
 
-@pytest.mark.parametrize(
-    "name", ["layers-8xH100-jax0.10", "layers-8xH100-jax0.12", "layers-cpu8-jax0.10"]
-)
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith("layers-")])
 def test_a_gather_is_traced_to_its_argument_and_the_loss_to_its_line(name):
     """On newer GPUs' programs through a slice that XLA starts as an asynchronous fusion."""
     found = {t.kind: t for t in report(name).traffic}

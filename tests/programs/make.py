@@ -114,34 +114,6 @@ def axes(mesh):
     return sharded(run, mesh, (P("model"), P("data")), specs), (w, rows)
 
 
-def unknown(mesh):
-    """A `while` that ends when a sum over all devices is small: nobody knows how often it runs."""
-
-    def run(x):
-        def body(carry):
-            x, _ = carry
-            return x * 0.5, jax.lax.psum(jnp.sum(x * x), "data")
-
-        return jax.lax.while_loop(lambda carry: carry[1] > 1e-3, body, (x, jnp.float32(1)))[0]
-
-    return sharded(run, mesh, P("data"), P("data")), (
-        struct((8 * mesh.size, DIM), mesh, P("data"), "float32"),
-    )
-
-
-def exchange(mesh):
-    """A ring step and an all-to-all, the two kinds that ZeRO itself never needs."""
-
-    def run(x):
-        ring = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
-        moved = jax.lax.ppermute(x, "data", ring)
-        return jax.lax.all_to_all(jnp.tanh(moved) @ x.T @ x, "data", 1, 0, tiled=True)
-
-    return sharded(run, mesh, P("data"), P("data")), (
-        struct((ROWS * mesh.size, DIM), mesh, P("data"), "float32"),
-    )
-
-
 def partitioned(mesh):
     """No collective in the source: XLA's partitioner puts them in, and names groups its own way."""
 
@@ -187,8 +159,6 @@ PROGRAMS = {
     "combined-8xH100": (combined, "8xH100", (OLDEST, NEWEST)),
     "axes-cpu8": (axes, BY_AXES, (OLDEST, NEWEST)),
     "partitioned-cpu8": (partitioned, BY_AXES, (NEWEST,)),
-    "unknown-cpu8": (unknown, cpu_mesh, (OLDEST,)),
-    "exchange-8xH100": (exchange, "8xH100", (NEWEST,)),
     "step3-8xH100": (functools.partial(step, stage=3), "8xH100", (NEWEST,)),
     "step2-16xH100": (functools.partial(step, stage=2, accumulate=2), "16xH100", (OLDEST,)),
 }
