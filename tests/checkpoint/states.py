@@ -17,11 +17,9 @@ STATE = {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}
 # No number of devices from 2 to 8 divides a dimension of `w`. The 33 columns of `v` end on the
 # seventh of 8 devices: the last one has nothing but padding.
 SHAPES = {"w": (31, 11), "v": (13, 33), "scale": (3,)}
-PARAMS = {
-    name: np.random.default_rng(1).normal(size=shape).astype(np.float32)
-    for name, shape in SHAPES.items()
-}
-BATCH = np.random.default_rng(0).normal(size=(56, 31)).astype(np.float32)
+normal = lambda seed, shape: np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+PARAMS = {name: normal(1, shape) for name, shape in SHAPES.items()}
+BATCH = normal(0, (56, 31))
 
 
 class State(TrainState):

@@ -99,9 +99,7 @@ def test_what_is_not_a_regular_file_is_never_opened(tmp_path, monkeypatch):
             file.write_bytes(whole)
         use(tmp_path / name)
     (tmp_path / "loop" / "1" / "default" / "checkpoint").symlink_to("/dev/zero")  # Orbax looks
-    with pytest.raises(
-        ValueError, match=r"default/checkpoint cannot be read \(it is not a regular"
-    ):
+    with pytest.raises(ValueError, match=r"/checkpoint cannot be read \(it is not a regular"):
         resume(tmp_path / "loop")
     monkeypatch.setattr(files, "MOST_READ", 100)
     with pytest.raises(ValueError, match=r"/orbax/_\w+ cannot be read .*too large to be"):

@@ -39,12 +39,7 @@ REFUSED = [
         r"keep='v\$' matches no leaf of like=. Paths are.* w",
     ),
     (CHAIN, INSIDE, {}, r"or it was saved without Precision\(master=\) or Precision\(moments=\)"),
-    (
-        INSIDE,
-        CHAIN,
-        {},
-        r"or it was saved with Precision\(master=\) or .*place like= with the same",
-    ),
+    (INSIDE, CHAIN, {}, r"it was saved with Precision\(master=\) or .*place like= with the same"),
 ]
 
 

@@ -143,7 +143,7 @@ REFUSED = [
     (
         {"k": FLOAT8, "q": FLOAT8.astype("float8_e5m2")},
         HALVES,
-        r"dtypes in t: .*q is float8_e5m2. Cast.*one dtype",
+        "dtypes in t: .*q is float8_e5m2.",
     ),
 ]
 
@@ -195,9 +195,7 @@ def test_files_that_differ_are_an_error(tmp_path):
 def test_what_is_kept_may_have_another_shape_in_the_files(tmp_path):
     """A new classifier, and layers of another size."""
     like = ours(theirs()) | {"cls": numbers(5), "up_1": numbers(IN, 7)}
-    with pytest.raises(
-        ValueError, match=r"by names= and cls, which is \[5\].*or keep= to keep your own"
-    ):
+    with pytest.raises(ValueError, match=r"and cls, which is \[5\].*or keep= to keep your own"):
         import_safetensors(saved(tmp_path), like, names=NAMES)
     params = import_safetensors(tmp_path, like, names=NAMES, keep="^cls$|up_1")
     assert_equal_bits([params["cls"], params["up_1"]], [like["cls"], like["up_1"]])

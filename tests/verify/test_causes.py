@@ -112,11 +112,7 @@ NONE_LATER = {"x": X, "mask": np.arange(ROWS) < 13}
     ("loss", "batch", "message"),
     [
         (masked_loss, MASKED, r"Most likely a masked mean: use zerojax.mean\(values, where=mask\)"),
-        (
-            masked_loss,
-            NONE_LATER,
-            r"loss of 1 of 2 parts is not finite: a mean over no true.* zerojax.mean",
-        ),
+        (masked_loss, NONE_LATER, "loss of 1 of 2 parts is not finite: a mean.* zerojax.mean"),
         (summed, X, r"sum over the batch: .* is 2 times its.*Use a mean"),
         (contrastive, PAIRS, r"compares the examples.*all_gather\(x, 'data', tiled=True\)"),
         (adapted, X, r"takes a gradient itself.*jax.lax.pmean\(jax.grad\(...\)\(...\), 'data'\)"),
@@ -132,11 +128,7 @@ NONE_LATER = {"x": X, "mask": np.arange(ROWS) < 13}
             r"key that the step does not see.* If that is not the cause: The loss normalises batch "
             r"leaf gain by.*zerojax\.mean\(x\)",
         ),
-        (
-            of_rows(masked_loss),
-            MASKED,
-            r"Most likely a masked mean: use zerojax.*with zerojax.mean;",
-        ),
+        (of_rows(masked_loss), MASKED, "likely a masked mean: use zerojax.*with zerojax.mean;"),
         (of_rows(contrastive), PAIRS, r"compares the examples.*all_gather\(x, 'data', tiled"),
     ],
 )
@@ -236,9 +228,7 @@ def test_batchnorm_in_a_vmap_is_named_with_both_axes():
     )
     report = of("batch")
     assert [c.path for c in report.wrong] == WHOLE, str(report)
-    says = (
-        "Most likely BatchNorm: give it axis_name='data', or ('batch', 'data') in a jax.vmap whose"
-    )
+    says = "BatchNorm: give it axis_name='data', or ('batch', 'data') in a jax.vmap whose"
     assert says in report.causes[0], report.causes[0]
     assert of(("batch", "data")).ok
 

@@ -79,9 +79,8 @@ def test_exact_means_and_aux_are_compared():
 
     report = verified(loss, MASKED, made={"accumulate": 2})
     assert report.ok, str(report)
-    assert {c.path for c in report.checks if c.kind == "aux"} == {
-        f"aux/{name}" for name in ("rows", "mean", "count")
-    }
+    compared = {c.path for c in report.checks if c.kind == "aux"}
+    assert compared == {f"aux/{name}" for name in ("rows", "mean", "count")}
     whole = float(jax.jit(masked_loss)(W, MASKED))
     assert list(report.losses.values()) == pytest.approx([whole] * 3, rel=1e-5)
 
@@ -137,10 +136,8 @@ def padded_tuple(change):
         value, grads = zerojax.value_and_grad(mean_loss, plan)(params, x)
         updates, opt_state = tx.update(grads, opt_state, params)
         new, opt_state = plan.constrain((optax.apply_updates(params, updates), opt_state))
-        return ({"w": change(new["w"])}, opt_state), {
-            "loss": value,
-            "grads": plan.pad_params(grads),
-        }
+        metrics = {"loss": value, "grads": plan.pad_params(grads)}
+        return ({"w": change(new["w"])}, opt_state), metrics
 
     like = zerojax.train_step(mean_loss, tx=tx, plan=plan)
     return zerojax.verify(jax.jit(step), plan.place(state), SOME, like=like)
@@ -266,12 +263,7 @@ STEP = zerojax.train_step(masked_loss)
 @pytest.mark.parametrize(
     ("step", "batch", "options", "message"),
     [
-        (
-            None,
-            MASKED,
-            {},
-            r"cannot know its loss. Pass one .*like=zerojax.train_step\(loss_fn\)\)",
-        ),
+        (None, MASKED, {}, r"cannot know its loss. .*like=zerojax.train_step\(loss_fn\)\)"),
         (None, MASKED, {"like": masked_loss}, "does not come from zerojax.train_step"),
         (3, MASKED, {"like": STEP}, r"returned a int.*wrap yours, lambda state, batch"),
         (STEP, {"x": X[:3], "mask": MASK[:3]}, {}, "which do not divide over 2 devices"),
