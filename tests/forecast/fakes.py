@@ -208,10 +208,3 @@ def cell(gpus="64xH100", stage=3, asked=4, model="7.5b", failed="", peak=30, **g
 
 def study(*cases):
     return Study(cases)
-
-
-def stored_cases(data):
-    """The cases that a study has printed as JSON."""
-    names = {field.name for field in dataclasses.fields(Case)} - {"schedule"}
-    cases = [{name: one[name] for name in one.keys() & names} for one in data["cases"]]
-    return [Case(**one | {"matmuls": tuple(one.get("matmuls", ()))}) for one in cases]

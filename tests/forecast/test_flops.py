@@ -71,9 +71,8 @@ def test_a_loss_that_needs_its_inputs_in_16_bits_is_counted_in_them(of_plan):
 
 
 def test_peak_flops_is_of_all_devices_or_unknown():
-    peak = lambda *kinds: zerojax.tools.peak_flops(
-        [types.SimpleNamespace(device_kind=k) for k in kinds]
-    )
+    device = lambda kind: types.SimpleNamespace(device_kind=kind)
+    peak = lambda *kinds: zerojax.tools.peak_flops([*map(device, kinds)])
     assert peak("NVIDIA H100 80GB HBM3", "Tesla T4") == 989e12 + 65e12
     assert peak("NVIDIA H100 80GB HBM3", "another") is None
 

@@ -109,21 +109,16 @@ def test_a_ready_step_is_forecast_with_all_that_it_was_made_of(options, cpus):
     assert case.report.to_dict() == report.to_dict()
 
 
-def test_orders_stand_side_by_side(cpus):
-    rates = zerojax.tools.rates_of("H100", link=1e6)
-    in_turn, layers = (found := linear(stages=3, accumulate=2, schedule=ORDERS, rates=rates)).cases
-    assert [case.report.accumulate for case in found.cases] == [2, 1]
-    assert layers.wire_bytes < 0.6 * in_turn.wire_bytes, "what is sent once, but for the loss"
-    assert found.best is layers and "2, layers" in str(found)
-
-
 def test_schedules_stand_side_by_side(cpus):
-    """One microbatch has no order, so that two of the three are one."""
+    rates = zerojax.tools.rates_of("H100", link=1e6)
     schedules = [*ORDERS, zerojax.Schedule(regather=False)]
-    found = linear(stages=3, schedule=schedules)
-    assert [case.schedule for case in found.cases] == schedules[::2]
-    again, once = (case.wire_bytes for case in found.cases)
-    assert once < again and all(str(schedule) in str(found) for schedule in schedules[::2])
+    found = linear(stages=3, accumulate=2, schedule=schedules, rates=rates)
+    in_turn, layers, once = found.cases
+    assert [case.report.accumulate for case in found.cases] == [2, 1, 2]
+    assert layers.wire_bytes < 0.6 * in_turn.wire_bytes, "what is sent once, but for the loss"
+    assert once.wire_bytes < in_turn.wire_bytes and found.best is layers
+    assert [case.schedule for case in found.cases] == schedules
+    assert all(str(schedule) in str(found) for schedule in schedules)
 
 
 def test_an_option_of_a_schedule_replaces_that_of_a_step(cpus):
@@ -138,20 +133,12 @@ def test_an_option_of_a_schedule_replaces_that_of_a_step(cpus):
 def test_what_is_given_is_in_the_title_and_in_the_cases(cpus):
     large = lambda: fakes.make_state(width=256, optimizer=optax.adam)
     precision = zerojax.Precision(compute="bfloat16", gather={"w": "int8"}, reduce="int4")
-    given = {"precision": precision, "regather": ("gpu",), "update": "auto", "activations": ()}
-    given |= {
-        "rates": zerojax.tools.rates_of("H100", network=6e9),
-        "offload": "opt_state",
-        "tokens": 7,
-    }
+    given = {"precision": precision, "regather": ("gpu",), "activations": (), "tokens": 7}
+    given |= {"rates": zerojax.tools.rates_of("H100", network=6e9), "offload": "opt_state"}
     found = linear({"mine": fakes.loss}, large, fakes.batch(32, 256), stages=3, **given)
     dtypes = 'zerojax.Precision(compute="bfloat16", reduce="int4", gather={"w": "int8"})'
-    wanted = (
-        f"precision={dtypes}",
-        'schedule=zerojax.Schedule(regather="gpu")',
-        "offload='opt_state'",
-    )
-    assert sorted(found.settings) == sorted((*wanted, "network cards of 6 GB/s"))
+    wanted = {f"precision={dtypes}", 'schedule=zerojax.Schedule(regather="gpu")'}
+    assert {*found.settings} == wanted | {"offload='opt_state'", "network cards of 6 GB/s"}
     (case,) = found.cases
     assert case.variant == "mine" and case.tokens_per_second == 7 / case.step_seconds
 
@@ -197,11 +184,7 @@ BOTH = r"Pass the loss, loss_fn\(model, batch\).* def make\(\): .* return model,
         (*nnx_models.make(), f"the loss comes first, and you passed Net. {BOTH}"),
         (nnx_models.make, nnx_models.loss_fn, f"the loss comes first, and you passed make. {BOTH}"),
         (zerojax.train_step(fakes.loss), nnx_models.make, f"step trains states, .*{BOTH}"),
-        (
-            own_step,
-            nnx_models.make,
-            r"with \(model, batch\): .*'batch'. The loss is loss_fn\(model, batch\) -> loss",
-        ),
+        (own_step, nnx_models.make, r"with \(model, batch\): .*'batch'. The loss is loss_fn\(mode"),
     ],
 )
 def test_what_is_passed_for_nnx_by_mistake_is_named(loss, make, message, cpus):
@@ -217,8 +200,6 @@ TRAINS_NOTHING = r"a step of eval_step trains nothing.*Pass the loss, or a step 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"gpus": "64xV1"}, ValueError, "no facts about a GPU 'V1'. Name one of T4"),
-        ({"gpus": "0xH100"}, ValueError, "does not say how many of which GPU"),
         ({"stages": ()}, ValueError, "nothing to try: stages="),
         ({"batch": {}}, ValueError, "the batch has no arrays"),
         ({"groups": {"params": "data"}}, ValueError, "no axis 'data'"),

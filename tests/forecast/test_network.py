@@ -9,6 +9,7 @@ from tests.forecast import fakes
 SET = "XLA_FLAGS=--xla_gpu_analytical_latency_estimator_options=nic_speed_gbps=3"
 FLAG = SET.removeprefix("XLA_FLAGS=")
 NAME = FLAG.rpartition("nic_speed")[0]
+SLOW = f"{NAME}rtt_us=2,nic_speed_gbps=20"
 PUT = f"put {FLAG} into XLA_FLAGS before Python starts, here and on your hosts."
 
 
@@ -21,12 +22,7 @@ def told(flag):
     [
         ("", "H100", 12e9, PUT),
         (f"--other=1 {FLAG}", "H100", 12e9, told(FLAG)),
-        (
-            f"{NAME}rtt_us=2,nic_speed_gbps=20",
-            "H100",
-            12e9,
-            told(f"{NAME}rtt_us=2,nic_speed_gbps=20"),
-        ),
+        (SLOW, "H100", 12e9, told(SLOW)),
         (f"{NAME}nic_speed_gbps=50,rtt_us=2", "H100", 12e9, PUT),
         ("", "H100", 25e9, "to spare."),
         ("", "A100-80GB", 3e9, "to spare."),  # its scheduler knows no speeds
@@ -35,11 +31,10 @@ def told(flag):
 )
 def test_a_forecast_says_what_to_set(flags, gpu, network, said, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flags)
-    made = lambda sent: fakes.forecast(
-        fakes.case(3, 30, network_bytes=sent), name=gpu, network=network
-    )
-    assert " ".join(str(made(sent=2**30)).split()).endswith(said)
-    assert "XLA_FLAGS" not in str(made(sent=0)), "nothing crosses the network"
+    cases = [fakes.case(3, 30, network_bytes=sent) for sent in (2**30, 0)]
+    across, none = (str(fakes.forecast(one, name=gpu, network=network)) for one in cases)
+    assert " ".join(across.split()).endswith(said)
+    assert "XLA_FLAGS" not in none, "nothing crosses the network"
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,8 @@ MUTANT = """\
 +        run(layer - 1)
 """
 KILLED = json.loads(KEPT.read_text())
-REPORT = (
-    '<testsuite><testcase file="tests/a.py" name="test_b[1]"><failure message="{}"/></testcase>'
-    "</testsuite>"
-)
+CASE = '<testcase file="tests/a.py" name="test_b[1]"><failure message="{}"/></testcase>'
+REPORT = f"<testsuite>{CASE}</testsuite>"
 
 
 def test_each_mutant_finds_its_lines():
