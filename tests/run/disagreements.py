@@ -179,11 +179,9 @@ def checkpoints(directory, me, state):
     told(own, zerojax.save, f"{directory}/own", state, rng=key)
     own = "Checkpoints.save: .*metadata: .*of 0.* in process 0, .*of 1.* in process 1.*data="
     told(own, in_loop, directory, "save", 2, state, metadata={"run": f"of {me}"})
-    told(
-        "zerojax.checkpoint.read_extras: .*the directory",
-        zerojax.checkpoint.read_extras,
-        f"{directory}/{('same', 'loop/1')[me]}",
-    )
+    path = f"{directory}/{('same', 'loop/1')[me]}"
+    read = zerojax.checkpoint.read_extras
+    told("zerojax.checkpoint.read_extras: .*the directory", read, path)
     saved = "Checkpoints.save: .*step: 2 in process 0, 3 in process 1"
     told(saved, in_loop, directory, "save", 2 + me, state)
     resumed = "Checkpoints.resume: .*step: 1 in process 0, 2 in process 1"
@@ -234,13 +232,8 @@ def weights(directory, me, state):
     state, pairs = zerojax.shard_train_state(tree, stage=3), [("a", "x"), ("b", "y")]
     names = dict(pairs if me else pairs[::-1])
     export = zerojax.checkpoint.export_safetensors
-    told(
-        "zerojax.checkpoint.export.*tensors: .*y .* in process 0, x ",
-        export,
-        f"{directory}/w",
-        state,
-        names=names,
-    )
+    tensors = "zerojax.checkpoint.export.*tensors: .*y .* in process 0, x "
+    told(tensors, export, f"{directory}/w", state, names=names)
     place = "zerojax.checkpoint.export.*the directory: .*/w0 in process 0, .*/w1 in process 1"
     told(place, export, f"{directory}/w{me}", state)
     assert not list(pathlib.Path(directory).glob("w*"))

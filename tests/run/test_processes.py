@@ -74,9 +74,7 @@ def test_a_process_that_hangs_ends_all_within_a_bounded_time(tmp_path):
     started = time.monotonic()
     assert all(run.wait(60)) and time.monotonic() - started < 40
     logs = [log.read_text() for log in run.logs]
-    assert any(
-        "was not alive for 10 s after step 2. This process hangs, or one" in log for log in logs
-    )
+    assert any("was not alive for 10 s after step 2. This process hangs" in log for log in logs)
     assert any("worker.py" in log for log in logs), "its threads are listed"
 
 
@@ -128,9 +126,7 @@ def test_a_device_that_computes_something_else_is_named_in_all_processes(tmp_pat
     first, second = ((tmp_path / f"r.{number}.txt").read_text() for number in (0, 1))
     assert first == second
     flipped, copied = first.splitlines()
-    assert re.search(
-        r"and device \d+ \(process 1 on .*, cpu \d\) differs first in what it", flipped
-    )
+    assert re.search(r"device \d+ \(process 1 on .*, cpu \d\) differs first in what it", flipped)
     assert "all 4 devices differ in their copies of params/b, in both runs" in copied, copied
 
 

@@ -40,18 +40,14 @@ def anothers(folder):
 
 @pytest.mark.parametrize("inner", ["", "programs"])
 @pytest.mark.parametrize("open_up", [everyones, anothers])
-def test_a_cache_that_others_can_write_to_is_not_used(
-    tmp_path, open_up, inner, undecided, monkeypatch
-):
+def test_a_cache_that_others_write_to_is_not_used(tmp_path, open_up, inner, undecided, monkeypatch):
     """They could have a process run their code."""
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "zerojax"))
     (tmp_path / "zerojax" / "programs").mkdir(mode=0o700, parents=True)
     if open_up is anothers and os.geteuid():
         pytest.skip("only root can give a folder away")
     others = open_up(tmp_path / "zerojax" / inner)
-    said = (
-        rf"not kept: {others}, and what is there is run\. Remove it; or chmod 700 it, .*ZEROJAX_C"
-    )
+    said = rf"not kept: {others}, and what is there is run\. Remove it; or chmod 700 it, .*ZERO"
     with pytest.warns(UserWarning, match=said):
         programs.keep.__wrapped__()
     if not inner:

@@ -69,9 +69,7 @@ def test_initialize_alone_says_so_and_a_process_that_has_not_joined_others_is_wa
         ("SLURM_NTASKS", "Give each writer its own path"),  # of a batch script, outside srun
     ],
 )
-def test_a_writer_that_others_are_in_the_way_of_is_told_if_it_is_one_of_them(
-    tmp_path, monkeypatch, name, says
-):
+def test_a_writer_in_whose_way_others_are_is_told_if_it_is_one(tmp_path, monkeypatch, name, says):
     monkeypatch.setenv(name, "4")
     with zerojax.Checkpoints(tmp_path / "c"), pytest.raises(ValueError, match=says):
         zerojax.Checkpoints(tmp_path / "c")
@@ -101,9 +99,7 @@ def test_the_variables_of_jax_join_too(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda **options: joined.append(options))
     monkeypatch.setenv("JAX_NUM_PROCESSES", "16")
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "a:1")
-    with pytest.raises(
-        ValueError, match=r"JAX_NUM_PROCESSES=16 is set, but JAX_PROCESS_ID is not\."
-    ):
+    with pytest.raises(ValueError, match=r"JAX_NUM_PROCESSES=16 is set, but JAX_PROCESS_ID is no"):
         zerojax.initialize()
     monkeypatch.setenv("JAX_PROCESS_ID", "9")
     zerojax.initialize()
@@ -168,7 +164,6 @@ from jax.extend import backend
 import zerojax
 import zerojax.nnx
 from tests.support import worker
-from zerojax import _compat
 from zerojax._run import elastic
 
 def flax_run(*flags):
@@ -190,20 +185,11 @@ def live(clients):
     gc.collect()
     return any(client() for client in clients)
 
-NEEDED = ("donation_vector", "_sharding_num_replicas")
-flags = ("--steps", "2", "--devices", "4")
-for order in (1, -1):  # both caches of devices must be cleared
-    flax_run(*flags)
-    of_run = clients()
-    backend.clear_backends()
-    caches = [one for one in _compat.caches_of_a_run() if one.__name__ in NEEDED]
-    for cached in caches[::order]:
-        assert live(of_run)
-        cached.cache_clear()
-    assert not live(of_run)
-for run in (lambda: flax_run(*flags, "--offload"), nnx_run):
+flags = ("--steps", "2", "--devices", "4", "--offload")
+for run in (lambda: flax_run(*flags), nnx_run):
     run()
     of_run = clients()
+    assert live(of_run)
     elastic.forget_devices(of_run)
     assert not live(of_run)
 print("all are given up")
