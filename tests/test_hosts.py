@@ -31,9 +31,7 @@ def test_ssh_hands_hosts_port_and_arguments_to_the_other_shell_as_they_are(tmp_p
 
 def test_ssh_ends_all_when_one_host_fails(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text(
-        "import os, time\nif os.environ['RANK'] == '1': raise SystemExit(3)\ntime.sleep(30)"
-    )
+    program.write_text("import os, time\nif os.environ['RANK'] == '1': exit(3)\ntime.sleep(30)")
     started = time.monotonic()
     output("examples/multihost_ssh.sh", HOSTS, program, code=3, **ssh(tmp_path / "bin"))
     assert time.monotonic() - started < 20
@@ -46,26 +44,19 @@ def test_slurm_requeues_what_was_saved_before_its_end(tmp_path, code):
     program, asked = tmp_path / "program.py", tmp_path / "asked"
     program.write_text(f"raise SystemExit({code})")
     output("examples/multihost_slurm.sh", program, code=code, SLURM_JOB_ID="17", **env)
-    assert (asked.read_text() if asked.exists() else None) == (
-        "requeue 17\n" if code == 143 else None
-    )
+    assert asked.exists() == (code == 143)
+    assert code != 143 or asked.read_text() == "requeue 17\n"
 
 
-RAY = """import sys, types
+RAY = """import sys
+from unittest import mock
 
+def trainer(work, train_loop_config, scaling_config, **rest):
+    print(scaling_config["num_workers"], scaling_config["resources_per_worker"])
+    return mock.Mock(fit=lambda: work(train_loop_config))
 
-def stand_in(name, **names):
-    sys.modules[name] = types.SimpleNamespace(**names)
-
-
-class Trainer:
-    def __init__(self, work, train_loop_config, scaling_config, **rest):
-        print(scaling_config["num_workers"], scaling_config["resources_per_worker"])
-        self.fit = lambda: work(train_loop_config)
-
-
-stand_in("ray.train", FailureConfig=dict, RunConfig=dict, ScalingConfig=dict)
-stand_in("ray.train.v2.jax", JaxConfig=dict, JaxTrainer=Trainer)
+sys.modules["ray.train"] = mock.Mock(ScalingConfig=dict)
+sys.modules["ray.train.v2.jax"] = mock.Mock(JaxTrainer=trainer)
 sys.path.insert(0, "examples")
 import multihost_ray
 
@@ -91,7 +82,6 @@ TOLD = "import json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)])
 def jobset_pods():
     """As Kubernetes starts them: names by DNS, the index from the annotation, then the command."""
     jobset = yaml.safe_load((ROOT / "examples/multihost_jobset.yaml").read_text())
-    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     (job,), name = jobset["spec"]["replicatedJobs"], jobset["metadata"]["name"]
     spec = job["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
@@ -102,8 +92,6 @@ def jobset_pods():
     assert count == spec["parallelism"] == spec["completions"] == 2
     field = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert env["RANK"]["valueFrom"]["fieldRef"]["fieldPath"] == field
-    volumes = {one["name"] for one in spec["template"]["spec"]["volumes"]}
-    assert {one["name"] for one in container["volumeMounts"]} == volumes
     values = {name: one["value"] for name, one in env.items() if "value" in one}
     return [(container["command"], {**values, "RANK": str(rank)}) for rank in range(count)]
 
@@ -140,6 +128,5 @@ def test_manifests_join_their_hosts(hosts, address, directory, tmp_path, monkeyp
                 patched.setenv(name, value)
             zerojax.initialize()
     who = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
-    assert [tuple(map(asked.get, who)) for asked in joined] == [
-        (address, 2, rank, None) for rank in range(2)
-    ]
+    wanted = [(address, 2, rank, None) for rank in range(2)]
+    assert [tuple(map(asked.get, who)) for asked in joined] == wanted

@@ -150,9 +150,8 @@ def test_experts_have_no_adapters_and_decode_codes():
     lora = lora_hf.Lora(mixtral, RANK, lora_hf.MATRICES[:4])
     params = drawn(models_hf.structs(lora))
     codes = params | {"base": zerojax.quantized(params["base"], "int8")}
-    assert {leaf.dtype for leaf in jax.tree.leaves(codes["base"]["layers"]["up"])} == {
-        np.dtype("uint8")
-    }
+    ups = jax.tree.leaves(codes["base"]["layers"]["up"])
+    assert {leaf.dtype for leaf in ups} == {np.dtype("uint8")}
     weights = {**codes, "base": zerojax.manual.dequantized(codes["base"])}
     wanted = jax.jit(lora)(weights, TOKENS)
     np.testing.assert_allclose(jax.jit(lora)(codes, TOKENS), wanted, atol=2e-5)

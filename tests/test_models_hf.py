@@ -63,9 +63,8 @@ def write(directory, reference, shards=1, more=()):
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(reference["config"]))
     shapes = expanded(reference)
-    tensors = {name: hf_reference.weight(name, shape) for name, shape in shapes.items()} | dict(
-        more
-    )
+    tensors = {name: hf_reference.weight(name, shape) for name, shape in shapes.items()}
+    tensors |= dict(more)
     names, index = sorted(tensors), {}
     for n in range(shards):
         file = f"model-{n}.safetensors" if shards > 1 else "model.safetensors"
@@ -90,9 +89,8 @@ def test_a_model_computes_what_transformers_does(family, tmp_path):
     for value, leaf in zip(jax.tree.leaves(params), plan.params, strict=True):
         assert value.sharding.is_equivalent_to(leaf.rest.sharding(plan.mesh), value.ndim)
     full = zerojax.full_params(zerojax.unpad({"params": params}, plan))
-    inputs = (
-        hf_reference.images().transpose(0, 2, 3, 1) if family == "vit" else hf_reference.tokens()
-    )
+    images = hf_reference.images().transpose(0, 2, 3, 1)
+    inputs = images if family == "vit" else hf_reference.tokens()
     with jax.default_matmul_precision("highest"):
         logits = model(full, inputs)
     np.testing.assert_allclose(logits[:, -2:], reference["logits"], atol=3e-5)

@@ -83,9 +83,7 @@ def test_it_installs_what_fits_the_gpus(smi, known, folder, wanted, monkeypatch,
     assert os.environ.get("JAX_PLATFORMS") == (None if has_gpus else "cpu")
 
 
-def test_what_is_not_on_the_index_comes_from_the_repository_or_it_says_so(
-    installed, tmp_path, monkeypatch
-):
+def test_what_is_not_on_the_index_comes_from_the_repository(installed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     address, index = "https://git.invalid/zerojax.git", "zerojax[plot,gpu-compile]"
     both = [index, f"{index} @ git+{address}"]

@@ -106,6 +106,9 @@ def test_the_device_is_named_and_nothing_is_lost(where, what, how):
     assert int(new.step) == 3 and set(metrics) == {"loss", "grad_norm"}
 
 
+TWO = jax.make_mesh((4, 2), ("data", "other"))
+
+
 def same(step):
     return step
 
@@ -130,14 +133,7 @@ def run(wrapped, placed, options, calls=3):
     [
         ({"stage": 2}, {"accumulate": 2}),
         ({"stage": 3, **HOST}, {"update": "backward"}),
-        (
-            {
-                "stage": 3,
-                "mesh": jax.make_mesh((4, 2), ("data", "other")),
-                "axis": ("data", "other"),
-            },
-            {},
-        ),
+        ({"stage": 3, "mesh": TWO, "axis": TWO.axis_names}, {}),
     ],
     ids=["accumulate", "offload in backward", "explicit axes"],
 )
@@ -170,9 +166,8 @@ def test_a_call_that_is_refused_is_no_call():
 
 def test_nnx():
     def trained(wrapped):
-        model = nnx.Sequential(
-            nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-        )
+        layers = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        model = nnx.Sequential(*layers)
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
         zerojax.nnx.shard(model, optimizer, stage=3)
         loss = lambda model, x: jnp.mean((model(x) - 1) ** 2)

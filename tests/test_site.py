@@ -57,10 +57,8 @@ def test_links_to_missing_files_and_anchors_are_found(tmp_path):
 
 def test_a_notebooks_links_into_the_repository_lead_to_pages(caplog):
     pages = {"notebooks/02.ipynb": "../02/", "stages.md": "../../stages/"}
-    known = {
-        path: types.SimpleNamespace(url_relative_to=lambda _, to=to: to)
-        for path, to in pages.items()
-    }
+    file_at = lambda to: types.SimpleNamespace(url_relative_to=lambda _: to)
+    known = {path: file_at(to) for path, to in pages.items()}
     files = types.SimpleNamespace(get_file_from_path=known.get)
     page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="notebooks/01.ipynb"))
     links = ["02.ipynb", "../docs/stages.md#dtypes", "#here", "https://jax.dev"]
@@ -133,9 +131,8 @@ def test_messages_are_read_from_the_source(tmp_path):
     )
     message, warning = sorted(errors.messages(tmp_path), key=lambda one: one.remedy)
     assert warning == errors.Message("_loss/batch", "‹a› is slow.", "Use b.")
-    assert message == errors.Message(
-        "_loss/batch", "‹name› has ‹type› of <‹a›> rows.", "Pass a_multiple."
-    )
+    problem = "‹name› has ‹type› of <‹a›> rows."
+    assert message == errors.Message("_loss/batch", problem, "Pass a_multiple.")
     assert message.page == ("The loss and its batch", "loss.md")
     assert errors._shown(message.problem) == "<i>name</i> has <i>type</i> of &lt;<i>a</i>&gt; rows."
     assert errors._shown(message.remedy) == "Pass a\\_multiple."

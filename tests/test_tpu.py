@@ -21,11 +21,8 @@ SIZES |= {"blocks/norm1": 4 * 256, "blocks/norm2": 4 * 256}
 
 def audited(where="v5e:2x4", stage=3, offload=None, rows=16, **options):
     plan = zerojax.plan(GPT.make_state, stage=stage, mesh=zerojax.aot.mesh(where), offload=offload)
-    step, batch = (
-        zerojax.train_step(GPT.loss, **scheduled(options)),
-        zerojax.aot.batch(GPT.batch(rows), plan),
-    )
-    return zerojax.audit(step, plan.abstract(), batch).check()
+    step = zerojax.train_step(GPT.loss, **scheduled(options))
+    return zerojax.audit(step, plan.abstract(), zerojax.aot.batch(GPT.batch(rows), plan)).check()
 
 
 def moved(report, kind):
@@ -119,9 +116,8 @@ def test_what_does_not_fit_is_refused():
     """XLA says by how much."""
     large = Gpt(layers=1, hidden=2**13, heads=64, vocab=2**19, tokens=128)
     plan = zerojax.plan(large.make_state, stage=1, mesh=zerojax.aot.mesh("v5e:2x4"))
-    lowered = zerojax.train_step(large.loss).lower(
-        plan.abstract(), zerojax.aot.batch(large.batch(8), plan)
-    )
+    batch = zerojax.aot.batch(large.batch(8), plan)
+    lowered = zerojax.train_step(large.loss).lower(plan.abstract(), batch)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"CompileTimeHbmOom(.|\n)*exceed"):
         lowered.compile()
 
