@@ -201,7 +201,7 @@ TRAINS_NOTHING = r"a step of eval_step trains nothing.*Pass the loss, or a step 
     ("options", "error", "message"),
     [
         ({"stages": ()}, ValueError, "nothing to try: stages="),
-        ({"batch": {}}, ValueError, "the batch has no arrays"),
+        ({"batch": {}}, ValueError, "the batch has no arrays with rows. Pass the global batch"),
         ({"groups": {"params": "data"}}, ValueError, "no axis 'data'"),
         ({"loss": {"a": STEP, "b": STEP}}, TypeError, SEVERAL),
         ({"loss": zerojax.eval_step(fakes.loss)}, TypeError, TRAINS_NOTHING),

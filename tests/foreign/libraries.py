@@ -11,17 +11,8 @@ import pytest
 from flax import struct
 
 import zerojax
-from tests.foreign.program import (
-    KEY,
-    ROWS,
-    TX,
-    Program,
-    library,
-    next_token_loss,
-    normal,
-    state_of,
-    tokens,
-)
+from tests.foreign import program as _p
+from tests.foreign.program import KEY, ROWS, TX, Program, normal, tokens
 
 alike = lambda rows: np.tile(rows, (8, *[1] * (rows.ndim - 1)))  # to each device the same rows
 
@@ -36,8 +27,8 @@ class ExtraModuleState(zerojax.manual.ModuleState):
 
 def penzai_llama() -> Program:
     """Parameters are labelled variables, arrays have named axes."""
-    pz = library("penzai.pz")
-    llama = library("penzai.models.transformer.variants.llamalike_common")
+    pz = _p.library("penzai.pz")
+    llama = _p.library("penzai.models.transformer.variants.llamalike_common")
     config = llama.LlamalikeTransformerConfig(
         num_kv_heads=1, query_head_multiplier=2, embedding_dim=32, projection_dim=16,
         mlp_hidden_dim=64, num_decoder_blocks=2, vocab_size=64, mlp_variant="swiglu",
@@ -55,9 +46,9 @@ def penzai_llama() -> Program:
         bound = pz.bind_variables(model, params)
         named = pz.nx.wrap(ids).tag("batch", "seq")
         logits = bound(named, token_positions=pz.nx.arange("seq", ids.shape[1]))
-        return next_token_loss(logits.unwrap("batch", "seq", "vocabulary"), ids)
+        return _p.next_token_loss(logits.unwrap("batch", "seq", "vocabulary"), ids)
 
-    return Program(lambda: state_of(split()[1]), loss, tokens(8))
+    return Program(lambda: _p.state_of(split()[1]), loss, tokens(8))
 
 
 # -- layers and their statistics
@@ -65,7 +56,7 @@ def penzai_llama() -> Program:
 
 def haiku_batch_norm() -> Program:
     """Its averages count their steps, in an integer."""
-    hk = library("haiku")
+    hk = _p.library("haiku")
 
     def model(x):
         x = hk.BatchNorm(True, True, 0.9)(hk.Linear(32, with_bias=False)(x), is_training=True)
@@ -80,13 +71,13 @@ def haiku_batch_norm() -> Program:
 
     def make():
         params, extra = net.init(KEY, batch)
-        return state_of(params, extra=extra)
+        return _p.state_of(params, extra=extra)
 
     return Program(make, loss, batch, ("extra",))
 
 
 def equinox_batch_norm() -> Program:
-    eqx = library("equinox")
+    eqx = _p.library("equinox")
 
     class Model(eqx.Module):
         linear: Any
@@ -114,7 +105,7 @@ def equinox_batch_norm() -> Program:
 def keras() -> Program:
     """Its variables are two lists of arrays."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    keras = library("keras")
+    keras = _p.library("keras")
     if keras.backend.backend() != "jax":
         pytest.skip("Keras runs on another backend; set KERAS_BACKEND=jax")
     keras.utils.set_random_seed(0)
@@ -136,7 +127,7 @@ def keras() -> Program:
             [v.value for v in variables]
             for variables in (model.trainable_variables, model.non_trainable_variables)
         )
-        return state_of(params, extra=extra)
+        return _p.state_of(params, extra=extra)
 
     batch = {"x": alike(normal(4, 8, 16)), "y": alike(normal(4, 4))}
     return Program(make, loss, batch, ("extra",))
@@ -147,7 +138,7 @@ def keras() -> Program:
 
 def diffrax_backsolve() -> Program:
     """A neural ODE, whose backward solves another one."""
-    eqx, diffrax = library("equinox"), library("diffrax")
+    eqx, diffrax = _p.library("equinox"), _p.library("diffrax")
 
     class Field(eqx.Module):
         mlp: Any
@@ -174,8 +165,8 @@ def diffrax_backsolve() -> Program:
 
 def flowjax_flow() -> Program:
     """A stack of layers under a scan; what is not to be trained is wrapped as such."""
-    flows, paramax = library("flowjax.flows"), library("paramax")
-    distributions = library("flowjax.distributions")
+    flows, paramax = _p.library("flowjax.flows"), _p.library("paramax")
+    distributions = _p.library("flowjax.distributions")
 
     def make():
         flow = flows.masked_autoregressive_flow(
@@ -193,9 +184,9 @@ def flowjax_flow() -> Program:
 
 def numpyro_svi() -> Program:
     """A Bayesian network by variational inference: the bound on a part of the data set."""
-    numpyro = library("numpyro")
-    dist, infer = library("numpyro.distributions"), library("numpyro.infer")
-    autoguide = library("numpyro.infer.autoguide")
+    numpyro = _p.library("numpyro")
+    dist, infer = _p.library("numpyro.distributions"), _p.library("numpyro.infer")
+    autoguide = _p.library("numpyro.infer.autoguide")
     rows = 4 * ROWS
 
     def model(x, y):
@@ -216,7 +207,7 @@ def numpyro_svi() -> Program:
         key = jax.random.key(1)  # the same draw on every device
         return bound.loss(key, params, model, guide, **batch) / rows
 
-    return Program(lambda: state_of(params), loss, batch)
+    return Program(lambda: _p.state_of(params), loss, batch)
 
 
 LIGHT = {each.__name__: each for each in (haiku_batch_norm, equinox_batch_norm)}

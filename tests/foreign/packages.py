@@ -48,7 +48,8 @@ def recurrent_gemma() -> Program:
 
     batch = tokens(8, 100)
     inputs = jnp.asarray(batch), jnp.tile(jnp.arange(8), (ROWS, 1))
-    return _p.of_module(model, loss, batch, *inputs)
+    init = jax.jit(lambda: model.init(KEY, *inputs))
+    return Program(lambda: _p.state_of(init()), loss, batch)
 
 
 def rwkv() -> Program:

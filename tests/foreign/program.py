@@ -82,12 +82,6 @@ def state_of(params: Any, **fields: Any) -> Any:
     return cls.create(apply_fn=None, params=params, tx=TX, **fields)
 
 
-def of_module(module: Any, loss: Callable[..., Any], batch: Any, *inputs: Any, **more: Any) -> Any:
-    """A program that trains what a module of Flax or Haiku makes for `inputs`, or for the batch."""
-    init = jax.jit(lambda: module.init(KEY, *(inputs or (batch,))))
-    return Program(lambda: state_of(init()), loss, batch, **more)
-
-
 def next_token_loss(logits: Any, ids: Any) -> Any:
     of_token = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:])
     return of_token.mean()
