@@ -111,7 +111,7 @@ foreign: $(VENV)-foreign/.foreign
 
 # These ask for CUDA, PyTorch, an older NumPy, one version of Python or what reads data, which their
 # models do not need.
-ALONE := 'discretax>=0.3' jaxrwkv nequip-eqx 'recurrentgemma>=1.0.1' 'rejax>=0.1.3'
+ALONE := 'discretax>=0.3' jaxrwkv nequip-eqx 'rejax>=0.1.3'
 
 # Only Flax's source has its examples and tutorials; the tests take those of the installed version.
 $(VENV)-foreign/.foreign: pyproject.toml

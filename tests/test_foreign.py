@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 import zerojax
 import zerojax.nnx
 from tests.foreign import HEAVY, LIGHT, PACKAGES, PORTED, TURNS, program
-from tests.foreign.flax_sources import TUTORIALS
+from tests.foreign.flax_sources import digits
 from tests.support.reference import assert_close, tree_bytes
 
 STEPS, DEVICES = 2, 8
@@ -64,17 +64,13 @@ STAGES = [(name, stage) for name in LIGHT | HEAVY for stage in (0, 3)]
 STAGES += [(name, 3) for name in PACKAGES | PORTED]
 # Of the text of each: lines that were added, and lines that were left out.
 CHANGED = {
-    "flax_wmt": (4, 39),
     "flax_lm1b": (4, 18),
     "flax_imagenet": (5, 40),
     "flax_seq2seq": (4, 11),
     "flax_ppo": (3, 1),
     "huggingface_bert": (5, 11),
-    "huggingface_whisper": (5, 11),
     "huggingface_clip": (8, 9),
     "diffusers_unet": (3, 6),
-    "nnx_mnist": (4, 11),
-    "nnx_diffusion": (2, 5),
 }
 
 
@@ -185,15 +181,11 @@ def check_turn(name, loss, states, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TUTORIALS)
-def test_tutorial(name):
-    one = TUTORIALS[name]()
-    assert one.lines == CHANGED[name]
+def test_a_tutorial_of_nnx():
+    one = digits()
+    assert one.lines == (4, 11)
     pure = one.step.pure(*one.args)
     zerojax.audit(*pure).check()
     zerojax.verify(*pure).check()
     losses = [float(one.step(*one.args)["loss"]) for _ in range(STEPS)]
-    if one.losses:
-        assert losses == pytest.approx(one.losses, rel=1e-4)
-    else:  # its rate starts at zero: the noise alone differs
-        assert losses[0] != losses[1]
+    assert losses == pytest.approx(one.losses, rel=1e-4)

@@ -55,7 +55,7 @@ def logged(step: Any, loss_of: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
     return run
 
 
-# -- words: both programs have a mean over those of a device
+# -- words: the loss is a mean over those of a device
 
 SMALL = dict.fromkeys(["vocab_size", "output_vocab_size", "mlp_dim"], 64)
 SMALL |= dict.fromkeys(["emb_dim", "qkv_dim"], 32)
@@ -63,9 +63,14 @@ SMALL |= {"num_heads": 2, "num_layers": 1, "max_len": 8}
 SMALL |= dict.fromkeys(["dropout_rate", "attention_dropout_rate"], 0.0)
 
 
-def of_words(axis: str, words: str) -> list[Edit]:
-    """Leaves the loss of the step, and makes its mean one over the words of all devices."""
-    return [
+def lm1b() -> Program:
+    """A language model whose parameters name axes, for a mesh that is not this one.
+
+    Its mean becomes one over the words of all devices. Sentences are of several lengths.
+    """
+    parts = example(
+        "lm1b",
+        "models utils train",
         (
             "def train_step(\n...\n):\n",
             "def train_loss(params, batch, dropout_rng, config, label_smoothing=0.0):\n",
@@ -77,55 +82,25 @@ def of_words(axis: str, words: str) -> list[Edit]:
         ),
         (
             "mean_loss = loss / weight_sum",
-            f'mean_loss = loss / jax.lax.pmean(weight_sum, "{axis}")',
+            'mean_loss = loss / jax.lax.pmean(weight_sum, "data")',
         ),
         (
             "  step = state.step\n...\n  return new_state, metrics\n",
             "  mean_loss, logits = loss_fn(params)\n"
-            f"  return mean_loss, compute_metrics(logits, {words}, weights)\n",
+            "  return mean_loss, compute_metrics(logits, inputs, weights)\n",
         ),
-    ]
-
-
-def sentences(vocab: int = 64) -> Any:
-    """Of several lengths, padded with zeros: not each device has as many words."""
-    return np.where(np.arange(8) < _p.random.integers(3, 9, (ROWS, 1)), tokens(8, vocab - 1) + 1, 0)
-
-
-def program_of_words(parts: Any, step: Any, make: Any, batch: Any, axis: str) -> Program:
-    step = logged(step, lambda metrics, _: metrics["loss"] / metrics["denominator"])
-    config = parts.models.TransformerConfig(**SMALL)
-    loss = functools.partial(parts.ours.train_loss, config=config)
-    return Program(make, loss, batch, rng=KEY, axis=axis, port=Port(step, parts.lines))
-
-
-def wmt() -> Program:
-    """Translation, under `jax.pmap`."""
-    parts = example("wmt", "models train", *of_words("batch", "targets"))
-    config = parts.models.TransformerConfig(**SMALL)
-    model = parts.models.Transformer(config)
-    batch = {"inputs": sentences(), "targets": sentences()}
-    init = jax.jit(lambda: model.init(KEY, batch["inputs"], batch["targets"])["params"])
-    make = lambda: parts.theirs.TrainState.create(
-        apply_fn=model.apply, params=init(), tx=TX, dynamic_scale=None
     )
-    options = {"config": config, "learning_rate_fn": lambda step: 0.0}
-    theirs = lambda state, batch, key: parts.theirs.train_step(
-        state, batch, dropout_rng=key, **options
-    )
-    return program_of_words(parts, _p.mapped(theirs, KEY), make, batch, "batch")
-
-
-def lm1b() -> Program:
-    """A language model whose parameters name axes, for a mesh that is not this one."""
-    parts = example("lm1b", "models utils train", *of_words("data", "inputs"))
     config = parts.models.TransformerConfig(**SMALL)
     model = parts.models.TransformerLM(config)
     sizes = SimpleNamespace(per_device_batch_size=2, max_target_length=8)
     make = lambda: parts.utils.init_train_state(model, TX, sizes, KEY)
     options = {"config": config, "learning_rate_fn": lambda step: 0.0, "dropout_rng": KEY}
     theirs = jax.jit(functools.partial(parts.theirs.train_step, **options))
-    return program_of_words(parts, theirs, make, {"inputs": sentences()}, "data")
+    step = logged(theirs, lambda metrics, _: metrics["loss"] / metrics["denominator"])
+    loss = functools.partial(parts.ours.train_loss, config=config)
+    known = np.arange(8) < _p.random.integers(3, 9, (ROWS, 1))
+    batch = {"inputs": np.where(known, tokens(8, 63) + 1, 0)}
+    return Program(make, loss, batch, rng=KEY, port=Port(step, parts.lines))
 
 
 # -- others
@@ -222,9 +197,9 @@ def ppo() -> Program:
     return Program(make, loss, batch, port=Port(step, parts.lines))
 
 
-PROGRAMS = {f"flax_{each.__name__}": each for each in (wmt, lm1b, imagenet, seq2seq, ppo)}
+PROGRAMS = {f"flax_{each.__name__}": each for each in (lm1b, imagenet, seq2seq, ppo)}
 
-# -- tutorials: the cells of their pages
+# -- a tutorial: the cells of its page
 
 STEPS = 2
 SHARDED = "zerojax.nnx.shard(model, optimizer, stage=3)\n"
@@ -232,24 +207,21 @@ TAKEN = "train_step = zerojax.nnx.train_step(loss_fn)\n"
 
 
 class Tutorial(NamedTuple):
-    """A step with what it takes, and the losses of the authors' own where they can be compared."""
+    """A step with what it takes, and the losses of the authors' own."""
 
     step: Any
     args: Sequence[Any]
-    losses: list[float] | None
+    losses: list[float]
     lines: tuple[int, int]
 
 
-def page(path: str, first: str, last: str, *edits: Edit, size: Edit = ("", "")) -> Any:
-    """What its cells define, from the one with `first` to the one with `last`, and with `edits`.
-
-    `size` replaces that of the model, in both.
-    """
+def page(path: str, first: str, last: str, *edits: Edit) -> Any:
+    """What its cells define, from the one with `first` to the one with `last`, and with `edits`."""
     cells = re.findall(r"```(?:python|{code-cell} ipython3)\n(.*?)```", text_of(path), re.DOTALL)
     start, end = (next(n for n, cell in enumerate(cells) if x in cell) for x in (first, last))
     text = "import jax, jax.numpy as jnp, optax, zerojax.nnx\nfrom flax import nnx\n"
     text += "".join(cells[start : end + 1])
-    return _p.ported(path, _p.edited(text, [size] if size[0] else []), edits)
+    return _p.ported(path, text, edits)
 
 
 def digits() -> Tutorial:
@@ -279,20 +251,3 @@ def digits() -> Tutorial:
         losses.append(float(theirs.metrics.compute()["loss"]))
     args = (ours.model, ours.optimizer, batch, nnx.Rngs(0))
     return Tutorial(ours.train_step, args, losses, lines)
-
-
-def diffusion() -> Tutorial:
-    """Times and noise are drawn in the loss, on each device others."""
-    _, ours, lines = page(
-        "docs_nnx/examples/digits_diffusion_model.md",
-        "class UNet",
-        "def train_step",
-        ("        eps=1e-8\n    )\n))\n", f"        eps=1e-8\n    )\n))\n{SHARDED}"),
-        ("@nnx.jit\ndef train_step(model, data, rngs, optimizer):\n...\n    return loss\n", TAKEN),
-        size=("UNet(1, 1, 64, rngs=rngs)", "UNet(1, 1, 8, rngs=rngs)"),
-    )
-    args = (ours.model, ours.optimizer, normal(ROWS, 8, 8, 1), nnx.Rngs(0))
-    return Tutorial(ours.train_step, args, None, lines)
-
-
-TUTORIALS: dict[str, Callable[[], Tutorial]] = {"nnx_mnist": digits, "nnx_diffusion": diffusion}

@@ -27,31 +27,6 @@ def stirred(params: Any) -> Any:
 # -- sequences
 
 
-def recurrent_gemma() -> Program:
-    """Two blocks with recurrences and one with local attention, each rematerialized."""
-    with _p.importable(_p.absent("sentencepiece")):
-        common = _p.library("recurrentgemma.common")
-        griffin = _p.library("recurrentgemma.jax.griffin")
-    kind = common.TemporalBlockType
-    config = common.GriffinConfig(
-        vocab_size=100, width=32, mlp_expanded_width=64, num_heads=2, lru_width=32,
-        block_types=(kind.RECURRENT, kind.RECURRENT, kind.ATTENTION),
-        embeddings_scale_by_sqrt_dim=True, attention_window_size=4, logits_soft_cap=30.0,
-        scan_type=common.ScanType.LINEAR_NATIVE,
-    )  # fmt: skip
-    model = griffin.Griffin(config)
-
-    def loss(params, ids):
-        places = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-        logits, _ = model.apply(params, ids, places, return_cache=False)
-        return _p.next_token_loss(logits, ids)
-
-    batch = tokens(8, 100)
-    inputs = jnp.asarray(batch), jnp.tile(jnp.arange(8), (ROWS, 1))
-    init = jax.jit(lambda: model.init(KEY, *inputs))
-    return Program(lambda: _p.state_of(init()), loss, batch)
-
-
 def rwkv() -> Program:
     """RWKV-7: a scan over stacked layers, and within each one over the tokens."""
     model = _p.library("jaxrwkv.rwkv7").ScanRWKV
@@ -204,4 +179,4 @@ def nequip() -> Program:
     return Program(make, loss, batch)
 
 
-PROGRAMS = {each.__name__: each for each in (recurrent_gemma, rwkv, s5, evoformer, nequip)}
+PROGRAMS = {each.__name__: each for each in (rwkv, s5, evoformer, nequip)}

@@ -153,13 +153,6 @@ ONES = np.ones((ROWS, 8), np.int32)
 IDS = {"input_ids": tokens(8), "attention_mask": ONES}
 TOWER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 TOWER |= {"intermediate_size": 64}
-DECODED = {"decoder_input_ids": tokens(8), "labels": labels(8)}
-LAYERS = {
-    f"{part}_{what}": count
-    for part in ("encoder", "decoder")
-    for what, count in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 64))
-}
-LAYERS |= {"vocab_size": 64, "d_model": 32, "dropout": 0.0}
 
 
 def bert() -> Program:
@@ -168,15 +161,6 @@ def bert() -> Program:
     config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     batch = IDS | {"token_type_ids": 0 * ONES, "labels": labels(8)}
     return pretrained("BertForMaskedLM", batch, (1, 8), **config)
-
-
-def whisper() -> Program:
-    """Sound by convolutions, and positions that are not to be trained."""
-    config = LAYERS | {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 8}
-    config |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config |= {"decoder_start_token_id": 3, "suppress_tokens": None, "begin_suppress_tokens": None}
-    batch = DECODED | {"input_features": normal(ROWS, 8, 16)}
-    return pretrained("WhisperForConditionalGeneration", batch, (1, 8, 16), **config)
 
 
 def clip() -> Program:
@@ -191,5 +175,4 @@ def clip() -> Program:
     return pretrained("CLIPModel", batch, shapes, OF_PAIRS, PAIRS_OF_ALL_DEVICES, **config)
 
 
-PROGRAMS = {"diffusers_unet": unet, "huggingface_bert": bert}
-PROGRAMS |= {"huggingface_whisper": whisper, "huggingface_clip": clip}
+PROGRAMS = {"diffusers_unet": unet, "huggingface_bert": bert, "huggingface_clip": clip}
