@@ -60,10 +60,7 @@ SAID = [
         r"unexpected keyword argument 'stage'\. stage= is an option of plan and shard",
     ),
     (train(keep_layers=0), r"keep_layers=0 must be an integer of 1 or more: the number of"),
-    (
-        train(keep_layers=2, prefetch=0),
-        r"keep_layers=2 is for .*prefetch=False turns that off",
-    ),
+    (train(keep_layers=2, prefetch=0), r"keep_layers=2 is for .*prefetch=False turns that off"),
     (train(donate=None), r"donate=None must be True or False"),
     (train(skip_nonfinite=3), r"skip_nonfinite=3 must be True or False"),
     (train(compiler_options=[]), r"compiler_options=\[\] must be a dict of XLA's"),

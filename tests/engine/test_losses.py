@@ -158,8 +158,7 @@ def test_what_is_frozen_is_gathered_by_layers_and_not_reduced(stage, prefetch):
     ("stage", "devices", "prefetch"), [(2, 8, 0), (3, 8, 0), (3, 8, 1), (3, 7, 0), (3, 7, 1)]
 )
 @pytest.mark.parametrize(
-    "name",
-    ["plain_scan", "weight_normalisation", "remat_everything", "remat_all_but_names"],
+    "name", ["plain_scan", "weight_normalisation", "remat_everything", "remat_all_but_names"]
 )
 def test_no_loop_keeps_full_weights(name, stage, devices, prefetch):
     """Activations have 2 rows on each device, so a weight is easy to tell."""

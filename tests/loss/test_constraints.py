@@ -16,10 +16,7 @@ from tests.support import draw
 from tests.support.reference import assert_close
 
 BATCH = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
-PARAMS = {
-    "in": draw.normal(0, 8, 16),
-    "stack": 0.2 * draw.normal(1, 3, 16, 16),
-}
+PARAMS = {"in": draw.normal(0, 8, 16), "stack": 0.2 * draw.normal(1, 3, 16, 16)}
 MESH = make_mesh(4)
 PLAN = zerojax.plan({"params": PARAMS}, mesh=MESH)
 

@@ -151,10 +151,7 @@ RETURNED = [
     (returns(lambda b: (b.sum(), {"k": KEY})), r"aux\['k'\].*key.*Leave it out"),
     (returns(lambda b: (b.sum(), 1.0, 2.0)), r"a tuple of 3. Return a scalar, or \(loss, aux\)"),
     (grads(rows(x=8), has_aux=True), r"must return \(loss, aux\).*leave has_aux out"),
-    (
-        field(lambda c: {"n": c["n"]}),
-        r"without c/key, which is in the state. Return.*as None",
-    ),
+    (field(lambda c: {"n": c["n"]}), r"without c/key, which is in the state. Return.*as None"),
     (field(lambda c: {**c, "m": 1}), r"with c/m, which is not in the state. Return every leaf"),
     (field(lambda c: {**c, "n": 0.5 * c["n"]}), r"c/n, .*float32\[\], .* int32\[\].*to round"),
     (field(lambda c: {**c, "n": jnp.zeros(2, int)}), r"c/n, .*int32\[2\], and .*int32\[\]"),
@@ -164,15 +161,9 @@ RETURNED = [
     (field(None, c=(), name="tx"), r"This state has none .*: add one to its class"),
 ]
 WRONG = [
-    (
-        lambda: STEP(placed(), on_one(BATCH, 3)),
-        r"batch is only on device 3.*mesh has 8.*shard_",
-    ),
+    (lambda: STEP(placed(), on_one(BATCH, 3)), r"batch is only on device 3.*mesh has 8.*shard_"),
     (lambda: EVAL(placed(), on_one(BATCH)), r"the batch is only on device 0.*shard_batch"),
-    (
-        train(state=weights_elsewhere),
-        r"leaf params/w is only on device 2.*plan.place\(state\)",
-    ),
+    (train(state=weights_elsewhere), r"leaf params/w is only on device 2.*plan.place\(state\)"),
     (lambda: NOISY(placed(), BATCH, on_one(KEY)), r"the rng is only on device 0.*random.key"),
     (train(state=made), r"not placed.*First: state = zerojax.shard_train"),
     (train(state=pair), r"a tuple cannot carry its plan.*plan=plan, tx=tx\), with plan = zerojax"),

@@ -86,14 +86,8 @@ ROWS = [
         ONE_BATCH.format(r"PartitionSpec\(\('node', 'gpu'\)\)"),
     ),
     # fields of the state, and its optimizer
-    (
-        lambda: traced(NO_OPTIMIZER),
-        "no apply_gradients. Pass the optimizer.*tx=tx",
-    ),
-    (
-        lambda: traced(fields(), mutable=("missing",)),
-        "no such field. Name one it has",
-    ),
+    (lambda: traced(NO_OPTIMIZER), "no apply_gradients. Pass the optimizer.*tx=tx"),
+    (lambda: traced(fields(), mutable=("missing",)), "no such field. Name one it has"),
     (
         lambda: traced(fields(), lambda p, b, step: (0.0, {"step": step + 1}), mutable=("step",)),
         "names 'step', which .*gradients updates. Leave it",

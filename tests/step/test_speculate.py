@@ -66,10 +66,7 @@ PLACED = [
         marks=pytest.mark.ci,
     ),
     pytest.param(
-        {"stage": 3},
-        {"accumulate": 2, "order": "layers"},
-        id="microbatches",
-        marks=pytest.mark.ci,
+        {"stage": 3}, {"accumulate": 2, "order": "layers"}, id="microbatches", marks=pytest.mark.ci
     ),
 ]
 

@@ -208,10 +208,7 @@ TABLE = {
     "microbatches1": Row("layers", FOUR, {"stage": 1}, {"accumulate": 2}),
     "microbatches3": Row("layers", FOUR, {"stage": 3}, {"accumulate": 4, "prefetch": 0}),
     "bfloat16": Row(
-        "layers",
-        FOUR,
-        {"stage": 3, "precision": BF16},
-        {"update": "backward", "prefetch": 1},
+        "layers", FOUR, {"stage": 3, "precision": BF16}, {"update": "backward", "prefetch": 1}
     ),
     # Parameters are sharded over less than the optimizer state is, and padded.
     "groups": Row(

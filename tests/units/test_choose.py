@@ -35,19 +35,9 @@ def test_bytes_sent_are_those_of_the_guide(way, inside, between):
 
 
 def test_gradients_wait_for_what_is_not_updated_in_backward():
-    waits = (
-        Way(),
-        Way(stage=0),
-        Way(groups=HSDP),
-        Way(groups=AMSP, accumulate=2),
-    )
+    waits = (Way(), Way(stage=0), Way(groups=HSDP), Way(groups=AMSP, accumulate=2))
     waits += (Way(offload=("opt_state",), accumulate=2),)
-    at_once = (
-        Way(stage=1),
-        Way(stage=2),
-        Way(groups=AMSP),
-        Way(offload=("opt_state",)),
-    )
+    at_once = (Way(stage=1), Way(stage=2), Way(groups=AMSP), Way(offload=("opt_state",)))
     assert [way.keeps_gradients for way in (*waits, *at_once)] == [True] * 5 + [False] * 4
 
 
