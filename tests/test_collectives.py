@@ -3,9 +3,6 @@ step says before XLA; `tests/audit/test_traffic.py` has what XLA made of it."""
 
 import functools
 
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
 import zerojax
@@ -52,22 +49,6 @@ def test_traffic_is_the_papers(model, stage):
     assert 0 < scalars < SMALL, "besides gradients, the loss and the like are all-reduced"
     assert moved.get("all-gather", 0) == {0: 0, 1: 1, 2: 1, 3: 2}[stage] * shared
     assert moved.get("reduce-scatter", 0) == (shared if stage else 0)
-
-
-@pytest.mark.parametrize("pad", [True, False])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_nothing_large_is_all_reduced_but_what_may_not_be_padded(stage, pad):
-    def loss(params, batch):
-        return jnp.mean((batch @ params["w"]) ** 2) + jnp.mean(params["odd"] ** 2)
-
-    params = {"w": np.ones((64, 64), "f"), "odd": np.ones((21, 31), "f")}
-    tx = optax.sgd(0.1)
-    state = {"params": params, "opt_state": tx.init(params)}
-    plan = zerojax.plan(state, stage=stage, tx=tx, pad=pad)
-    step = zerojax.train_step(loss, plan=plan, tx=tx)
-    found = collectives(step.trace(plan.abstract(), np.ones((16, 64), "f")).jaxpr)
-    summed = [c.elements for c in found if c.kind == "all-reduce"]
-    assert summed and [size for size in summed if size > SMALL] == ([] if pad else [21 * 31])
 
 
 # -- microbatches

@@ -6,8 +6,7 @@ import pytest
 
 from tests.support import steps
 from tests.support.collectives import unordered
-from tests.support.placed import shardings
-from tests.support.reference import assert_close
+from tests.support.reference import assert_close, shardings
 
 
 @pytest.fixture(params=steps.TABLE, scope="session")

@@ -54,12 +54,6 @@ def test_the_kernel_imports_nothing_else_of_the_library():
     assert beneath - {"_kernel.__init__", "__init__"} == house.BENEATH_KERNEL
 
 
-def test_contributing_has_its_reading_order():
-    page = (house.ROOT / "CONTRIBUTING.md").read_text()
-    places = [page.index(f"`_kernel/{name}.py`") for name in house.KERNEL]
-    assert places == sorted(places)
-
-
 @functools.cache
 def losses_of_one_device():
     @jax.jit

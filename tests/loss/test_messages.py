@@ -18,7 +18,7 @@ import zerojax.nnx
 from tests.conftest import make_mesh
 from tests.support.linear import BATCH, EVAL, STEP, loss, made, noisy, placed
 from tests.support.models import convnet
-from tests.support.placed import place
+from tests.support.reference import make_state
 from tests.support.schedules import scheduled
 from zerojax import pad_batch, shard_batch
 from zerojax.run import process_slice
@@ -108,7 +108,8 @@ def normalized(**placing):
 
     def use():
         model = convnet(False, axis_name="batch")
-        zerojax.train_step(model.loss, mutable="batch_stats")(place(model, **placing), model.batch)
+        state = zerojax.shard_train_state(make_state(model, optax.adam(1e-3)), **placing)
+        zerojax.train_step(model.loss, mutable="batch_stats")(state, model.batch)
 
     return use
 

@@ -18,7 +18,6 @@ from tests.support.reference import assert_equal_bits
 from tests.support.schedules import scheduled
 from zerojax import _compat
 from zerojax._plan import encodings, kept
-from zerojax._plan.roles import names_of
 
 WEIGHTS = {"param": "bfloat16", "master": "split"}
 SPLIT, SEVEN = zerojax.Precision(**WEIGHTS), zerojax.Precision(**WEIGHTS, moments="int8")
@@ -51,12 +50,6 @@ def test_a_weight_and_its_correction_are_the_master(salt, steps):
     assert np.max(np.abs(got / x - 1)) <= steps * STEP
     again = encodings.split(np.float32(got), jnp.uint32(8))
     assert_equal_bits(again, (weight, code))
-
-
-def test_the_mean_of_masters_is_the_number():
-    x = np.array([1 + 2**-9 + 2**-20, -1.000123, 3.14159e-12, 1 + 2**-8 - 2**-21], np.float32)
-    got = steps_of(COUNT, lambda salt: encodings.joined(*encodings.split(x, salt)))
-    assert np.all(got.std(0) > 0) and mean_is(got, x.astype(np.float64), 258 * STEP * np.abs(x))
 
 
 def test_a_code_of_one_side_of_the_middle_fits_the_weight_of_the_other():
@@ -165,28 +158,6 @@ def test_codes_look_like_finite_floats():
     assert min(int(np.min(encodings.encoded(blocks(signs))[0])) for signs in (0, 1)) == -127
 
 
-def test_second_moments_follow_their_gradients():
-    """As in bfloat16; the first step is a thousandth of the distance between two codes."""
-    tx = zerojax.manual.narrow_moments(optax.adam(1e-3), "int8")
-    params = {"w": np.ones((64, 16), np.float32)}
-    grads = {"w": np.sqrt(2.0) + np.linspace(-0.2, 0.2, 1024, dtype="f").reshape(64, 16)}
-    state, start = tx.init(params), encodings.encoded(jnp.ones((64, 16)))
-    adam, scales = state.inner[0], state.scales[0]
-    inner = adam._replace(nu={"w": start[0]}, count=jnp.int32(2000)), *state.inner[1:]
-    scales = scales._replace(nu={"w": start[1]}), *state.scales[1:]
-    state = state._replace(inner=inner, scales=scales)
-
-    @jax.jit
-    def run(state):
-        body = lambda state, _: (tx.update(grads, state, params)[1], None)
-        return lax.scan(body, state, None, 1000)[0]
-
-    state = run(state)
-    second = np.asarray(encodings.decoded(state.inner[0].nu["w"], state.scales[0].nu["w"]))
-    wanted = grads["w"] ** 2 + (1 - grads["w"] ** 2) * 0.999**1000
-    assert abs((second - wanted).mean()) < 0.02
-
-
 @pytest.mark.parametrize("signs", [True, False])
 @pytest.mark.parametrize("first", ["zeros", "codes of float32 moments"])
 def test_a_step_is_no_larger_than_with_moments_in_float32(signs, first):
@@ -293,15 +264,6 @@ def test_host_memory_has_three_bytes():
 def test_codes_in_host_memory_are_updated_layer_by_layer():
     text = str(zerojax.plan(drawn(16), stage=3, precision=SEVEN, mesh=TWO, **HOST))
     assert text.count("host, updated layer by layer") == 5, text
-
-
-def test_codes_in_host_memory_are_not_updated_in_backward():
-    state = zerojax.shard_train_state(drawn(16), stage=3, precision=SEVEN, mesh=TWO, **HOST)
-    step = zerojax.train_step(linear, schedule=zerojax.Schedule(update="backward"))
-    with pytest.raises(
-        ValueError, match=r"blocks/w: its opt_state\S+: it has codes in host memory"
-    ):
-        step.lower(state, np.zeros((32, 16), "f"))
 
 
 def kernels(leaves):
@@ -426,13 +388,6 @@ def test_a_state_opens_with_another_precision(first, others, tmp_path):
             off = np.abs(got[name] - value)
             assert np.all(off <= apart * np.abs(value) + least), (second, name)
         zerojax.train_step(loss).lower(opened, batch)
-
-
-@pytest.mark.parametrize("kind", [kept.MasterState, kept.SplitState])
-def test_a_wrapped_optimizer_may_have_no_state(kind):
-    fields = (f"opt_state/{field}" for field in kind._fields if field != "inner")
-    names = ["params/w", *(f"{name}{'' if name.endswith('count') else '/w'}" for name in fields)]
-    assert names_of(names).wrappers == (kind,)
 
 
 @pytest.mark.parametrize("precision", [SPLIT, MASTER])

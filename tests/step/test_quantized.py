@@ -318,20 +318,6 @@ def test_a_nnx_model_trains_over_codes_in_place():
     assert_close(value, loss(model, BATCH))
 
 
-def test_a_nnx_optimizer_may_freeze_what_is_in_codes():
-    """By a mask that is a function: its state has another structure then."""
-    is_kernel = lambda path, _: "kernel" in jax.tree_util.keystr(path)
-    frozen = lambda params: jax.tree_util.tree_map_with_path(is_kernel, params)
-    tx = optax.multi_transform({True: optax.set_to_zero(), False: optax.adam(1e-2)}, frozen)
-    model = Net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    zerojax.nnx.shard(*zerojax.nnx.quantized(model, optimizer), stage=3)
-    step = zerojax.nnx.train_step(lambda model, x: jnp.mean((model(x) - x) ** 2))
-    value = step(model, optimizer, BATCH)["loss"]
-    assert step(model, optimizer, BATCH)["loss"] < value
-    assert model.up.kernel.get_raw_value().rows.dtype == np.uint8
-
-
 class QArray(NamedTuple):
     """As libraries of quantization have it, and some users."""
 

@@ -7,7 +7,3 @@ import numpy as np
 
 def normal(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), "float32")
-
-
-def integers(seed: int, below: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).integers(0, below, shape), "int32")

@@ -1,4 +1,7 @@
-"""Small models of every kind, each written for one device and knowing nothing of zerojax."""
+"""Small models and optimizers: the table of steps, configurations and tests of plans use them.
+
+Each model is written for one device and knows nothing of zerojax.
+"""
 
 import dataclasses
 import functools
@@ -188,16 +191,6 @@ OPTIMIZERS = {
         optax.scale_by_adam(eps=EPS),
         optax.scale_by_schedule(optax.cosine_decay_schedule(-1e-3, 10)),
     ),
-    "masked": lambda: optax.chain(
-        optax.masked(
-            optax.add_decayed_weights(0.1),
-            lambda p: jax.tree.map(lambda label: label == "matrix", label_params(p)),
-        ),
-        optax.sgd(1e-2),
-    ),
-    "multi_transform": lambda: optax.multi_transform(
-        {"matrix": optax.adam(1e-3, eps=EPS), "vector": optax.sgd(1e-2)}, label_params
-    ),
     "multi_steps": lambda: optax.MultiSteps(
         optax.adam(1e-3, eps=EPS), every_k_schedule=2
     ).gradient_transformation(),
@@ -205,5 +198,4 @@ OPTIMIZERS = {
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
         optax.linear_schedule(1e-3, 1e-4, 10), eps=EPS
     ),
-    "novograd": lambda: optax.novograd(1e-3, eps=EPS),
 }

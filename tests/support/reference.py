@@ -1,9 +1,8 @@
-"""One device's numbers, without zerojax: the truth that every stage is compared with."""
+"""States of small models, and comparisons of arrays: most tests use them."""
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
@@ -19,53 +18,12 @@ def make_state(model: Model, tx: optax.GradientTransformation) -> Any:
     return State.create(apply_fn=None, params=model.params, tx=tx, **model.fields)
 
 
+def shardings(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
 def split_aux(result: Any) -> tuple[Any, Any]:
     return result if isinstance(result, tuple) else (result, {})
-
-
-def reference_loss(model: Model, shards: int, accumulate: int) -> Any:
-    """The mean of the loss over shards and microbatches, each with its own folded key.
-
-    With one shard and one microbatch, the plain loss on the whole batch.
-    """
-
-    def loss(params, batch, rng, fields):
-        def one(index_and_part):
-            index, part = index_and_part
-            args = (params, part)
-            if rng is not None:
-                key = jax.random.fold_in(rng, index // accumulate)
-                args += (jax.random.fold_in(key, index % accumulate) if accumulate > 1 else key,)
-            return split_aux(model.loss(*args, **fields))
-
-        ways = shards * accumulate
-        parts = jax.tree.map(lambda x: x.reshape(ways, -1, *x.shape[1:]), batch)
-        losses, aux = jax.lax.map(one, (jnp.arange(ways), parts))
-        return losses.mean(), jax.tree.map(lambda x: x.mean(0), aux)
-
-    return loss
-
-
-def reference_run(model: Model, tx: Any, steps: int, shards: int = 1, accumulate: int = 1) -> Any:
-    """State, losses and first gradients of a plain loop on one device."""
-    loss = reference_loss(model, shards, accumulate)
-
-    @jax.jit
-    def step(state, batch):
-        fields = {name: getattr(state, name) for name in model.fields}
-        grad = jax.value_and_grad(loss, has_aux=True)
-        (value, aux), grads = grad(state.params, batch, model.rng, fields)
-        new_fields = {name: aux[name] for name in model.fields}
-        return state.apply_gradients(grads=grads, **new_fields), value, grads
-
-    device = jax.devices()[0]
-    state, batch = jax.device_put((make_state(model, tx), model.batch), device)
-    losses, first = [], None
-    for _ in range(steps):
-        state, value, grads = step(state, batch)
-        losses.append(float(value))
-        first = grads if first is None else first
-    return state, losses, first
 
 
 def assert_close(actual: Any, wanted: Any, tolerance: float = 1e-5, what: str = "") -> None:
