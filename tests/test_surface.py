@@ -109,10 +109,6 @@ def test_no_file_is_crowded():
     assert not {name: count for name, count in lines.items() if count > MOST_LINES}
 
 
-def test_the_formatter_formats_everything():
-    assert not [name for name, text in MODULES.items() if "fmt: skip" in text or "fmt: off" in text]
-
-
 def test_functions_are_short_and_typed():
     found = {name: house.measured(text) for name, text in MODULES.items()}
     longest = {name: max(lengths, default=0) for name, (_, lengths) in found.items()}
@@ -171,6 +167,26 @@ def test_documented_arguments_exist(name):
         named = re.findall(r"^ {4}(\w[\w, ]*):", section[1], flags=re.MULTILINE)
         arguments = {one for names in named for one in names.split(", ")}
         assert arguments and arguments <= set(inspect.signature(value).parameters)
+
+
+OPTIONS = {  # of the first function, those of the others too
+    zerojax.plan: [zerojax.shard_train_state, zerojax.nnx.shard],
+    zerojax.nnx.train_step: [zerojax.train_step],
+}
+SWEPT = {"stage", "mesh"}  # a forecast has several stages, and names GPUs
+
+
+@pytest.mark.parametrize("first", OPTIONS)
+def test_an_option_is_taken_and_described_wherever_it_is_of_use(first):
+    """It is declared once: `option` in `_plan/plan_options.py` and `_step/step_options.py`."""
+    parameters = inspect.signature(first).parameters.values()
+    options = {p.name: p.default for p in parameters if p.default is not p.empty} | {"tx": None}
+    for other in (*OPTIONS[first], zerojax.forecast, zerojax.tools.study):
+        theirs = inspect.signature(other).parameters
+        of_nnx, sweeps = other is zerojax.nnx.shard, other not in OPTIONS[first]
+        for name in options.keys() - (SWEPT if sweeps else {"tx"} if of_nnx else set()):
+            assert theirs[name].default == options[name], (other, name)
+            assert sweeps or re.search(rf"^ {{4}}{name}: ", other.__doc__, re.M), (other, name)
 
 
 # Never made by users.

@@ -4,7 +4,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 DIM, LAYERS = 32, 4
 TOKENS = np.arange(8 * 12).reshape(8, 12) % 64
@@ -123,43 +122,3 @@ def resnet(_):
         return jnp.mean((x - 1) ** 2), {"batch_stats": new["batch_stats"]}
 
     return variables["params"], loss, variables["batch_stats"]
-
-
-def haiku(remat):
-    hk = pytest.importorskip("haiku", reason="the Haiku tests need dm-haiku")
-
-    def block(x):
-        return x + hk.Linear(DIM)(jnp.tanh(hk.Linear(64)(x)))
-
-    def model(tokens):
-        x = hk.Embed(64, DIM)(tokens)
-        for _ in range(LAYERS):
-            x = (hk.remat(block) if remat else block)(x)
-        return x
-
-    net = hk.without_apply_rng(hk.transform(model))
-    params = drawn(net.init, KEY, TOKENS)
-    return params, lambda p, tokens, _: jnp.mean((net.apply(p, tokens) - 1) ** 2)
-
-
-def equinox(remat):
-    eqx = pytest.importorskip("equinox", reason="the Equinox tests need equinox")
-    model = {
-        "embed": eqx.nn.Embedding(64, DIM, key=KEY),
-        "layers": [eqx.nn.MLP(DIM, DIM, 64, 1, key=jax.random.key(n)) for n in range(LAYERS)],
-    }
-    params, static = eqx.partition(model, eqx.is_array)
-    layer = lambda layer, x: x + jax.vmap(layer)(x)
-    layer = eqx.filter_checkpoint(layer) if remat else layer
-
-    def one(model, tokens):
-        x = jax.vmap(model["embed"])(tokens)
-        for each in model["layers"]:
-            x = layer(each, x)
-        return x
-
-    def loss(params, tokens, _):
-        model = eqx.combine(params, static)
-        return jnp.mean((jax.vmap(lambda tokens: one(model, tokens))(tokens) - 1) ** 2)
-
-    return params, loss

@@ -93,24 +93,6 @@ def test_a_family_has_one_program(name):
     assert ops(retyped(auto, *[EXPLICIT] * len(auto.axis_names))) == ops(auto)
 
 
-def test_a_model_of_nnx_keeps_its_types():
-    def make():
-        model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-
-    results = []
-    for kind in (AUTO, EXPLICIT):
-        mesh = retyped(make_mesh(), kind)
-        model, optimizer = zerojax.nnx.shard(make, stage=3, mesh=mesh, min_shard_size=1)
-        before = types(nnx.state((model, optimizer)))
-        step = zerojax.nnx.train_step(lambda model, x: jnp.mean(model(x) ** 2))
-        metrics = [step(model, optimizer, np.ones((16, 64), "f")) for _ in range(2)]
-        assert types(nnx.state((model, optimizer))) == before
-        assert ("@data" in str(before)) == (kind == EXPLICIT)
-        results.append((metrics, np.asarray(model.kernel.get_value())))
-    assert_close(*results, 0)
-
-
 def test_a_loop_by_hand_and_a_checkpoint_keep_types(tmp_path):
     """`value_and_grad`, `plan.scatter` and `plan.constrain` in a user's own `jax.jit`."""
     results = []

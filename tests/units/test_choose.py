@@ -32,23 +32,3 @@ BOTH = 2 * WEIGHTS + GRADS
 )
 def test_bytes_sent_are_those_of_the_guide(way, inside, between):
     assert _choose.sent(way, WEIGHTS, GRADS, PARAMETERS) == pytest.approx((inside, between))
-
-
-def test_gradients_wait_for_what_is_not_updated_in_backward():
-    waits = (Way(), Way(stage=0), Way(groups=HSDP), Way(groups=AMSP, accumulate=2))
-    waits += (Way(offload=("opt_state",), accumulate=2),)
-    at_once = (Way(stage=1), Way(stage=2), Way(groups=AMSP), Way(offload=("opt_state",)))
-    assert [way.keeps_gradients for way in (*waits, *at_once)] == [True] * 5 + [False] * 4
-
-
-def test_ways_are_valid_and_each_is_there_once():
-    ways = list(_choose.ways(["a", "b"], [1, 4], several_hosts=True, lossy=True))
-    assert len(ways) == len(set(ways))
-    assert {way.variant for way in ways} == {"a", "b"}
-    assert all(way.stage == 3 for way in ways if way.offload or way.groups or not way.is_exact)
-    assert all(way.accumulate > 1 for way in ways if way.order == "layers")
-    assert not any(way.reduce and not way.gather for way in ways)
-    exact = list(_choose.ways(["a", "b"], [1, 4], several_hosts=True, lossy=False))
-    assert exact == [way for way in ways if way.is_exact]
-    one_host = list(_choose.ways(["a"], [1], several_hosts=False, lossy=True))
-    assert not any(way.groups or not way.is_exact or way.regather is not True for way in one_host)

@@ -68,22 +68,6 @@ def test_commands_fit_what_they_print_without_a_terminal(drawn, monkeypatch):
     assert longest(plan) > 80
 
 
-SHORTENED = [
-    (["params/w"], 8, ["params/w"]),
-    (["params/blocks/qkv", "b"], 10, ["pa…cks/qkv", "b"]),
-    (["opt_state/0/mu/w", "opt_state/0/nu/w"], 12, ["op…te/0/mu/w", "op…te/0/nu/w"]),
-    (["mu/encoder/kernel", "nu/encoder/kernel"], 9, ["mu…kernel", "nu…kernel"]),
-    (["a/1/b", "a/2/b"], 3, ["…/b", "…/b"]),
-]
-
-
-def test_shortened_words_keep_their_ends_and_stay_different():
-    for words, width, short in SHORTENED:
-        assert _table.shortened(words, width) == short and max(map(len, short)) <= width
-    assert _table.told_apart(["a/1/b", "a/2/b"], 3) == ["…1/b", "…2/b"], "as long as it takes"
-    assert _table.told_apart([], 4) == []
-
-
 @pytest.mark.parametrize(
     ("paths", "written"),
     [
@@ -97,20 +81,6 @@ def test_shortened_words_keep_their_ends_and_stay_different():
 )
 def test_layers_are_written_as_one_path(paths, written):
     assert _table.in_runs(paths) == written
-
-
-def test_text_wraps_where_it_has_to_fit(drawn, monkeypatch):
-    line = "all-gather moves params/a_long_name_of_a-module/kernel, twice the bytes"
-    drawn(None)
-    assert _table.paragraphs([line, line]) == f"{line}\n{line}"
-    drawn(40)
-    lines = _table.paragraphs([line]).split("\n")
-    assert len(lines) > 1 and all(one.startswith("  ") for one in lines[1:])
-    assert " ".join(" ".join(lines).split()) == line, "no word is broken"
-    labelled = _table.paragraphs([f"sent in a step  {line}", "", "short"]).split("\n")
-    assert labelled[-2:] == ["", "short"]
-    beside = [one for one in labelled[1:-2] if one.startswith(" " * len("sent in a step  "))]
-    assert len(beside) == len(labelled) - 3 > 1, "its label"
 
 
 def test_the_times_of_a_column_are_in_one_unit():
