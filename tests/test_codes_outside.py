@@ -15,7 +15,6 @@ import zerojax.nnx
 
 DRAW = np.random.default_rng(0)
 SHAPES = {"blocks": {"up": (4, 24, 64), "down": (4, 64, 32)}, "head": (63, 64), "lora": (24, 4)}
-NAMES = {"blocks/up": ("h.{}.up.weight", "out in -> in out"), "blocks/down": "h.{}.down"}
 
 
 def make_state(kind="nf4"):

@@ -150,22 +150,6 @@ def test_rows_of_a_table_without_a_dtype_have_that_of_the_table():
     assert model.free.dtype == jnp.float32
 
 
-def test_statistics_are_means_over_devices_and_microbatches_draw_their_own_numbers():
-    def noisy(model, batch, rng):
-        return loss_fn(model, batch), jax.random.uniform(rng, (batch.shape[0],))
-
-    model, optimizer = placed()
-    parts = np.asarray(model.layers[0](BATCH)).reshape(4, 16, WIDTH)
-    key = jax.random.key(7)
-    metrics = zerojax.nnx.train_step(noisy, accumulate=2)(model, optimizer, BATCH, key)
-    folded = [jax.random.fold_in(jax.random.fold_in(key, d), m) for d in (0, 1) for m in (0, 1)]
-    drawn = np.concatenate([jax.random.uniform(k, (16,)) for k in folded])
-    np.testing.assert_array_equal(metrics["aux"], drawn)
-    assert int(model.calls[...]) == 1  # the mean of what the parts counted
-    var = 0.99 + (1 - 0.99) * parts.var(1).mean(0)
-    np.testing.assert_allclose(model.norm.var[...], var, rtol=1e-5)
-
-
 def test_evaluation_in_nnx_style():
     model, optimizer = placed(rate=0.5)
     model.eval()

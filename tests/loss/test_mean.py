@@ -1,41 +1,19 @@
 """zerojax.mean: the exact masked mean, on a mesh, through accumulation, and off it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import zerojax
+from tests.conftest import make_mesh
 from tests.support import draw
 from tests.support.reference import assert_close
 
-PARAMS = {"w": draw.normal(0, 16, 16)}
 X = draw.normal(1, 32, 16)
-# Very uneven: whole shards, and whole microbatches, without a single true element.
-MASK = jnp.arange(32) % 7 < jnp.arange(32) // 9
-BATCH = {"x": X, "mask": MASK, "other": jnp.arange(32) < 3}
-
-
-def masked_loss(mean, params, batch):
-    errors = jnp.sum((batch["x"] @ params["w"]) ** 2, -1)
-    return mean(errors, where=batch["mask"]) + 0.1 * mean(jnp.abs(errors), where=batch["other"])
-
-
-def plain_mean(values, where):
-    return jnp.sum(jnp.where(where, values, 0)) / where.sum()
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_masked_loss_equals_one_device(accumulate):
-    plan = zerojax.plan({"params": PARAMS})
-    params = plan.place({"params": PARAMS})["params"]
-    loss = jax.jit(lambda p, b: masked_loss(zerojax.mean, p, b))
-    grad = jax.jit(zerojax.value_and_grad(loss, plan, accumulate=accumulate))
-    value, grads = grad(params, BATCH)
-    one_device = jax.jit(jax.value_and_grad(lambda p: masked_loss(plain_mean, p, BATCH)))
-    wanted, wanted_grads = one_device(PARAMS)
-    assert float(value) == pytest.approx(float(wanted), rel=1e-5)
-    assert_close(grads, wanted_grads, 2e-6)
 
 
 def test_off_the_mesh_it_is_the_plain_mean():
@@ -59,3 +37,66 @@ def test_narrow_values_are_summed_wide(dtype):
     mean = zerojax.mean(values)
     assert mean.dtype == dtype
     assert float(mean) == pytest.approx(float(jnp.mean(values.astype(jnp.float32))), rel=4e-3)
+
+
+# -- through microbatches
+
+PARAMS = {"w": jax.random.normal(jax.random.key(0), (16, 16))}
+# Very uneven: whole shards, and whole microbatches, without a single true element.
+MASK = jnp.arange(32) % 7 < jnp.arange(32) // 9
+BATCH = {"x": jax.random.normal(jax.random.key(1), (32, 16)), "mask": MASK}
+PLAN = zerojax.plan({"params": PARAMS}, mesh=make_mesh(2))
+PAIR = zerojax.plan((PARAMS, ()), mesh=make_mesh(2))
+
+
+def masked(params, batch, mean=zerojax.mean):
+    return mean(batch["x"] @ params["w"], where=batch["mask"][:, None])
+
+
+def in_a_loop(params, batch):
+    body = lambda total, x: (total + zerojax.mean(x, where=x > 0), None)
+    return jax.lax.scan(body, 0.0, batch["x"])[0] + params["w"].sum()
+
+
+NOT_LINEAR = r"not linear.*outside of the loss, or use accumulate=1"
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (in_a_loop, r"inside scan cannot be made exact.*outside of loops"),
+        (
+            lambda p, b: zerojax.mean(b["x"], where=b["x"] @ p["w"] > 0),
+            "mask depends on parameters.*Compute the mask from the batch",
+        ),
+        (lambda p, b: masked(p, b) ** 2, NOT_LINEAR),
+        (lambda p, b: masked(p, b) * masked(p, b), NOT_LINEAR),
+        (lambda p, b: 1 / masked(p, b), NOT_LINEAR),
+        (lambda p, b: jax.jit(jnp.sin)(masked(p, b)), NOT_LINEAR),
+        (lambda p, b: zerojax.mean(b["x"] - masked(p, b)), NOT_LINEAR),
+        (lambda p, b: jnp.where(masked(p, b) > 0, masked(p, b), 0), NOT_LINEAR),
+        (lambda p, b: (masked(p, b), {"perplexity": jnp.exp(masked(p, b))}), NOT_LINEAR),
+    ],
+)
+def test_counts_that_accumulation_cannot_know_are_refused(loss, message):
+    state = PAIR.abstract()
+    step = functools.partial(zerojax.train_step, loss, plan=PAIR, tx=optax.identity())
+    with pytest.raises(ValueError, match=message):
+        step(accumulate=2).trace(state, BATCH)
+    step().trace(state, BATCH)
+
+
+def test_linear_uses_pass_through_accumulation():
+    def loss(params, batch, mean=zerojax.mean):
+        part = masked(params, batch, mean)
+        vmapped = jax.vmap(lambda s: mean(s * batch["x"], where=batch["mask"][:, None]))
+        terms = jnp.stack([part, -2 * part / 3]).sum() + vmapped(jnp.arange(3.0)).sum()
+        return jnp.where(batch["x"].shape[0] > 0, terms, 0.0), {"again": part.reshape(1)[0]}
+
+    plain = jax.value_and_grad(lambda p: loss(p, BATCH, jnp.mean), has_aux=True)
+    (value, aux), grads = jax.jit(plain)(PARAMS)
+    split = jax.jit(zerojax.value_and_grad(loss, PLAN, has_aux=True, accumulate=4))
+    (got, got_aux), got_grads = split(PLAN.place({"params": PARAMS})["params"], BATCH)
+    assert float(got) == pytest.approx(float(value), rel=1e-5)
+    assert float(got_aux["again"]) == pytest.approx(float(aux["again"]), rel=1e-5)
+    assert_close(got_grads, grads, 1e-5)

@@ -71,22 +71,3 @@ def test_an_optimizer_that_wants_concrete_values_is_known_by_its_shapes():
     params = {"w": np.ones((16, 16), "f")}
     plan = zerojax.plan((params, tx.init(params)), stage=1, tx=tx)
     assert specs(plan)["1/moments/w"] == P("data") and specs(plan)["1/count"] == P()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_adafactor_where_padding_would_have_it_factor_another_matrix(stage):
-    """It factors what has two dimensions of 16; 8 devices pad 15 to that."""
-    shapes = {"w": (15, 17), "wide": (15, 40), "stack": (3, 15, 17), "factored": (17, 33)}
-    draw = np.random.default_rng(0)
-    params = {name: draw.normal(size=shapes[name]).astype("f") for name in shapes}
-    tx = optax.adafactor(0.1, min_dim_size_to_factor=16, momentum=0.9)
-    loss = lambda p, x: sum(jnp.mean((x[:, None] * w - 1) ** 2) for w in map(jnp.ravel, p.values()))
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    placed, x = zerojax.shard_train_state(state, stage), np.ones(8, "f")
-    moments = {leaf.path: leaf for leaf in placed.tx.plan.leaves if leaf.kind == "opt_state"}
-    for name in ("w", "wide", "stack"):
-        leaf = next(leaf for path, leaf in moments.items() if path.endswith(f"/v/{name}"))
-        assert leaf.shape == shapes[name] and any(leaf.update.spec)
-    one = jax.jit(lambda s, x: s.apply_gradients(grads=jax.grad(loss)(s.params, x)))(state, x)
-    new = zerojax.unpad(zerojax.train_step(loss)(placed, x)[0])
-    assert_close([new.params, new.opt_state], [one.params, one.opt_state])

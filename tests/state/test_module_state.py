@@ -13,7 +13,6 @@ from tests.support.reference import assert_close
 
 eqx = pytest.importorskip("equinox", reason="the Equinox tests need equinox")
 
-BATCH = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 TWO = make_mesh(2)
 
 

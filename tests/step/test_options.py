@@ -16,7 +16,6 @@ from tests.support.schedules import scheduled
 PARAMS = {"w": np.ones((64, 16), np.float32)}
 MESH = make_mesh(2)
 PLAN = zerojax.plan({"params": PARAMS}, mesh=MESH)
-PADDED = zerojax.plan({"params": PARAMS}, mesh=make_mesh(3))
 BF16, F16 = (zerojax.Precision(compute=dtype) for dtype in ("bfloat16", "float16"))
 NO_OPTIMIZER = zerojax.plan((PARAMS, ()), mesh=MESH)
 LEVELS = {"mesh": zerojax.mesh(node=2, gpu=2, tensor=2), "axis": ("node", "gpu")}
