@@ -59,19 +59,3 @@ def test_a_restore_of_codes_as_weights_says_so(tmp_path):
         with pytest.raises(ValueError, match=said) as raised:
             zerojax.restore(tmp_path / path, like=zerojax.plan(like, stage=1))
         assert "another model" not in str(raised.value)
-
-
-MESSAGES = [
-    (lambda: zerojax.Precision(moments="int4"), r"moments='int4'\).*'bfloat16', or 'int8'"),
-    (lambda: zerojax.Precision(param="bfloat16", master="Split"), r"master='Split'\).*'split'"),
-    (lambda: zerojax.stream(PLACED(), dtype="bf16"), r"dtype='bf16' is not a dtype of floats"),
-    (lambda: zerojax.resharded(PLACED(), dtype="bf16"), r"dtype='bf16' is not a dtype of floats"),
-    (lambda: zerojax.stream(lambda: 0), r"^the state is a function, and zerojax.stream takes"),
-]
-PLACED = lambda: zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)
-
-
-@pytest.mark.parametrize(("call", "said"), MESSAGES)
-def test_a_mistake_is_named(call, said):
-    with pytest.raises((TypeError, ValueError), match=said):
-        call()

@@ -6,9 +6,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
@@ -182,21 +180,3 @@ def test_on_gpus_they_travel_by_the_copy_engines(gpus, loss, where):
         assert all(copy.by_engine for copy in in_loops)
         assert report.findings() == []
     assert "kept for backward" in str(report)
-
-
-def test_a_loss_without_such_layers_keeps_its_activations_where_they_are():
-    params = {"a": jnp.ones((DIM, DIM)), "b": jnp.ones((DIM, DIM))}
-    make = lambda: TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
-    step = zerojax.train_step(
-        lambda p, x: jnp.mean(jnp.tanh(x @ p["a"]) @ p["b"]), **scheduled(HOST)
-    )
-    says = r"activations=\('host',\) is left out: the loss has no scan of stacked parameters"
-    with pytest.warns(UserWarning, match=says):
-        text = step.lower(zerojax.shard_train_state(make), jnp.ones((16, DIM))).as_text()
-    assert "is left out" in repr(step) and "pinned_host" not in text
-    wrong = zerojax.train_step(
-        lambda p, x: jnp.mean(x @ p["a"]), schedule=zerojax.Schedule(activations="rack")
-    )
-    unknown = pytest.raises(ValueError, match=r"activations='rack' is not known. Pass 'host'")
-    with unknown, pytest.warns(UserWarning, match="is left out"):
-        wrong(zerojax.shard_train_state(make), jnp.ones((16, DIM)))

@@ -69,12 +69,10 @@ REFUSED = [
     (lambda: zerojax.mesh(node=3, gpu=2), r"3 x 2.*8 devices"),
     (regather("tensor"), r"names 'tensor', and the batch is split over \('node', 'gpu'\)\. Name"),
     (regather("node"), r"gathered over \('gpu',\), but .* Pass Schedule\(regather='gpu'\)"),
-    (regather(("gpu", "bogus")), r"names 'bogus', and the batch is split over"),
     (regather("bogus", FLAT | {"stage": 1}), r"names 'bogus'"),
     (regather("node", {"groups": {"params": "gpu"}}), r"Pass Schedule\(regather='gpu'\)"),
     *[(regather(names), NO_AXES) for names in ((), 1, None, ["gpu", 2])],
     (nodes_step(FLAT | WRONG_PATH), NO_PATH),
-    (nodes_step(FLAT, **WRONG_PATH), NO_PATH),
     (in_backward(loss=in_a_checkpoint), f"params/blocks/w: {UNREAD}"),
     (in_backward(loss=constant), "params/blocks/w: it has no gradient"),
     (in_backward(odd), r"w: it is padded \(pad=False replicates it\).*by itself\. Pass"),
@@ -87,7 +85,6 @@ REFUSED = [
         "activations='tensor' is not known. Pass 'host', or an axis of the mesh over which the "
         "batch is not split: this mesh has none; ",
     ),
-    (activations("data"), "activations='data' is not known"),
     (activations(1), "activations=1 does not say where they are kept. Pass 'host'"),
 ]
 

@@ -28,6 +28,7 @@ from tests.step.python_loops import (
     two_stacks,
     u_net,
 )
+from tests.support import nnx_models
 from tests.support.reference import State, assert_close
 from tests.support.schedules import scheduled
 
@@ -413,10 +414,7 @@ def test_layers_that_end_with_a_norm_are_named_without_that_of_the_embedding():
 
 
 def test_a_step_of_nnx_says_it_too():
-    def make():
-        model = Model(nnx.Rngs(0), True)
-        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
+    make = lambda: nnx_models.make(Model, tx=optax.sgd(0.1), remat=True)
     model, optimizer = zerojax.nnx.shard(make, stage=3, mesh=make_mesh(), min_shard_size=1)
     step = zerojax.nnx.train_step(lambda model, tokens: jnp.mean(model(tokens) ** 2))
     step(model, optimizer, TOKENS)
