@@ -1,8 +1,6 @@
 """Families of models that `tests/test_pairs.py` has not: values, collectives, the contract."""
 
 import math
-import pathlib
-import re
 
 import jax
 import pytest
@@ -10,14 +8,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.support import subjects
 from tests.support.collectives import collectives
 from tests.support.families import BATCH, FAMILIES, LAYERS
 from tests.support.reference import assert_close
 
 SMALL = 128  # elements: biases and norms that stay whole, losses
-# What another row says, here or in `tests/support/subjects.py`.
-SAID_BY = {"plain": "gpt", "linen": "linen", "linen_remat": "linen", "equinox": "equinox"}
 SAID_BY |= {"nnx": "nnx", "nnx_remat": "nnx", "nnx_scan": "nnx"}
 SAID_BY |= {"linen_scan_remat": "linen_partitioned"}
 
@@ -72,12 +67,3 @@ def check_tensor_axis(state, report):
     assert tuple(down) == (None, "tensor", "data")
     along = {one.axes for one in report.traffic if one.kind == "all-reduce" and one.loops}
     assert ("tensor",) in along
-
-
-def test_the_guide_lists_the_families():
-    assert set(SAID_BY.values()) <= subjects.MODELS.keys() | FAMILIES.keys()
-    page = (pathlib.Path(__file__).parents[1] / "docs" / "models.md").read_text()
-    rows = re.findall(r"^\| (\w+): .*\| (.*?) \|$", page, flags=re.MULTILINE)
-    assert {name for name, _ in rows} == {*FAMILIES, *SAID_BY}
-    at_first_use = {name for name, gathered in rows if "first use" in gathered}
-    assert at_first_use == {"linen", "nnx", "haiku"}

@@ -173,20 +173,17 @@ OPTIONS = {  # of the first function, those of the others too
     zerojax.plan: [zerojax.shard_train_state, zerojax.nnx.shard],
     zerojax.nnx.train_step: [zerojax.train_step],
 }
-SWEPT = {"stage", "mesh"}  # a forecast has several stages, and names GPUs
 
 
 @pytest.mark.parametrize("first", OPTIONS)
 def test_an_option_is_taken_and_described_wherever_it_is_of_use(first):
-    """It is declared once: `option` in `_plan/plan_options.py` and `_step/step_options.py`."""
     parameters = inspect.signature(first).parameters.values()
-    options = {p.name: p.default for p in parameters if p.default is not p.empty} | {"tx": None}
-    for other in (*OPTIONS[first], zerojax.forecast, zerojax.tools.study):
+    options = {p.name: p.default for p in parameters if p.default is not p.empty}
+    for other in OPTIONS[first]:
         theirs = inspect.signature(other).parameters
-        of_nnx, sweeps = other is zerojax.nnx.shard, other not in OPTIONS[first]
-        for name in options.keys() - (SWEPT if sweeps else {"tx"} if of_nnx else set()):
+        for name in options.keys() - ({"tx"} if other is zerojax.nnx.shard else set()):
             assert theirs[name].default == options[name], (other, name)
-            assert sweeps or re.search(rf"^ {{4}}{name}: ", other.__doc__, re.M), (other, name)
+            assert re.search(rf"^ {{4}}{name}: ", other.__doc__, re.M), (other, name)
 
 
 # Never made by users.

@@ -14,6 +14,7 @@ import zerojax
 from tests.conftest import make_mesh
 from tests.plan.test_precision import MOMENTS, dtypes, made
 from tests.plan.test_rounding import numbers
+from tests.support.compared import masters_of, moments_of
 from tests.support.reference import assert_equal_bits
 from tests.support.schedules import scheduled
 from zerojax import _compat
@@ -370,21 +371,13 @@ SAVED = {None: None, "master": MASTER, "split": SPLIT, "seven": SEVEN}
 def decoded(state):
     """The numbers that a state of any precision stands for."""
     state = jax.device_get(state)
-    inner, masters, scales = state.opt_state, state.params, None
-    if hasattr(inner, "master"):
-        inner, masters = inner.inner, inner.master
-    elif hasattr(inner, "correction"):
-        masters = jax.tree.map(encodings.joined, masters, inner.correction)
-        inner = inner.inner
-    if hasattr(inner, "scales"):
-        inner, scales = inner.inner, inner.scales
-    found = {"master": masters["w"], "mu": inner[0].mu["w"], "nu": inner[0].nu["w"]}
-    if scales is not None:
-        for name in ("mu", "nu"):
-            found[name] = encodings.decoded(found[name], getattr(scales[0], name)["w"])
-    return {name: np.asarray(value, np.float32) for name, value in found.items()} | {
-        "count": int(inner[0].count)
-    }
+    masters, inner = state.params, state.opt_state
+    if hasattr(inner, "master") or hasattr(inner, "correction"):
+        masters, inner = masters_of(masters, inner)
+    adam, *_ = moments_of(inner) if hasattr(inner, "scales") else inner
+    found = {"master": masters["w"], "mu": adam.mu["w"], "nu": adam.nu["w"]}
+    found = {name: np.asarray(value, np.float32) for name, value in found.items()}
+    return found | {"count": int(adam.count)}
 
 
 @pytest.mark.parametrize(

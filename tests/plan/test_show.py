@@ -176,21 +176,6 @@ def parts_in(figure, plan, path):
     ]
 
 
-def test_groups_are_drawn_as_the_devices_have_them():
-    plan = planned(mesh=LEVELS, groups=GROUPS)
-    figure = plan.plot()
-    order = [0, 2, 4, 6, 1, 3, 5, 7]
-    for path in ("params/w", "opt_state/trace/w"):
-        assert parts_in(figure, plan, path) == [(part / 8, 1 / 8) for part in order]
-
-
-def test_two_sharded_dimensions_are_a_rectangle():
-    mesh, spec = zerojax.mesh(data=4, tensor=2), P("data", "tensor")
-    plan = zerojax.plan({"params": {"w": shape(64, 32)}}, mesh=mesh, overrides={"w": spec})
-    box = filled(plan.plot())[3]  # device 3: second rows, second half of the columns
-    assert box[:4] == pytest.approx((3.46, -0.38 + 0.76 / 4, 0.46, 0.76 / 4))
-
-
 def test_long_paths_titles_and_many_leaves_keep_their_frame():
     long = "a_rather_long_name/of_a_module_{}/that_has/{}/and_a_kernel"
     names = [long.format(n, name) for n in range(15) for name in ("query", "other")]

@@ -362,27 +362,6 @@ def test_padded_weights_are_whole_in_types_where_a_user_reads_them():
     assert_close(model.bias.get_value(), value, 0)
 
 
-def test_a_function_of_the_users_that_jax_refuses_has_the_remedies_of_the_docs():
-    def make_both():
-        model = nnx.Embed(64, 16, rngs=nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param)
-
-    look_up, rows = nnx.jit(lambda model, rows: model(rows)), np.arange(16)
-    mesh = retyped(make_mesh(), EXPLICIT)
-    model, optimizer = zerojax.nnx.shard(make_both, stage=3, mesh=mesh)
-    with pytest.raises(Exception, match="out sharding could not be resolved"):
-        look_up(model, rows)
-    evaluate = zerojax.nnx.eval_step(lambda model, rows: (jnp.zeros(()), look_up(model, rows)))
-    full = zerojax.full_params(zerojax.nnx.state(model, optimizer))
-    on_auto, _ = zerojax.nnx.shard(make_both, stage=3, mesh=retyped(mesh, AUTO))
-    expected = full["embedding"][rows]
-    for found in (evaluate(model, optimizer, rows)["aux"], look_up(on_auto, rows)):
-        assert_close(found, expected, 0)
-    whole = nnx.clone(on_auto)
-    nnx.update(whole, full)
-    assert_close(look_up(whole, rows), expected, 0)
-
-
 # -- weights annotated with axes that the mesh lacks
 
 WITH_AXES = nn.with_partitioning(nn.initializers.ones, (None, "model"))
