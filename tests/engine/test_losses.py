@@ -175,13 +175,6 @@ def test_without_regathering_a_weight_is_gathered_and_kept_once(devices):
     assert moved(jaxpr, "all-gather") == sum(math.prod(leaf.padded_shape) for leaf in leaves)
 
 
-def eqns_in(jaxpr):
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from eqns_in(inner)
-
-
 # -- side effects, stacks that are not known, parameters that are no real numbers
 
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx, struct
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -60,35 +59,6 @@ def test_a_target_network_has_its_logical_shape():
     held = jax.tree.map(jnp.copy, state)  # which no step donates
     _, metrics = zerojax.train_step(lambda params, x: loss(held, params, x))(state, X)
     assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
-
-
-@struct.dataclass
-class Taught(zerojax.manual.ModuleState):
-    teacher: Any = None
-
-
-def test_a_teacher_of_a_module_state():
-    weights = {"w": jnp.ones((84, 13))}
-    model = jax.tree_util.Partial(lambda p, x: x @ p["w"], weights)
-    placed = zerojax.shard_train_state(Taught.create(model, optax.adam(0.1), teacher=weights))
-    held = jax.tree.map(jnp.copy, placed)  # which no step donates
-
-    def loss(model, x):
-        taught = x @ zerojax.unpad(held).teacher["w"]
-        return jnp.mean((model(x) + taught - 3 * held.model(x)) ** 2)
-
-    _, metrics = zerojax.train_step(loss)(placed, X)
-    assert float(metrics["loss"]) == pytest.approx(np.mean((X @ np.ones((84, 13))) ** 2), rel=1e-5)
-
-
-def test_a_teacher_of_nnx():
-    models = [nnx.Linear(84, 13, rngs=nnx.Rngs(seed)) for seed in (0, 1)]
-    expected = float(difference(*(model(X) for model in models)))
-    optimizers = [nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param) for model in models]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        zerojax.nnx.shard(model, optimizer)
-    step = zerojax.nnx.train_step(lambda model, x: difference(model(x), models[1](x)))
-    assert float(step(models[0], optimizers[0], X)["loss"]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_copy_read_as_it_rests_is_told_of():
@@ -170,19 +140,6 @@ def test_their_logical_values_are_taken(loss_of, teachers):
     for loss in (loss_of(zerojax.unpad(teacher).params), inside):
         metrics = zerojax.eval_step(loss)(zerojax.shard_train_state(make), X)
         assert float(metrics["loss"]) == pytest.approx(wanted, rel=1e-5)
-
-
-def test_two_states_take_turns_in_a_loop_of_the_users_own():
-    plan = zerojax.plan(make)
-
-    @jax.jit
-    def turn(student, teacher, x):
-        loss = functools.partial(of, zerojax.unpad(teacher).params)
-        return zerojax.value_and_grad(loss, plan)(student.params, x)[0]
-
-    student, teacher = plan.place(make), plan.place(jax.tree.map(lambda leaf: leaf + 1, make()))
-    wanted = of(zerojax.full_params(teacher), make().params, X)
-    assert float(turn(student, teacher, X)) == pytest.approx(float(wanted), rel=1e-5)
 
 
 def test_a_network_that_is_closed_over_may_go_into_a_function_with_its_own_derivative():

@@ -166,18 +166,6 @@ def test_verify_tells_what_counts_a_part_alone():
     assert zerojax.verify(step, placed(QUEUE), X, whole_batch=False).ok
 
 
-def test_verify_says_once_what_is_true_of_several_leaves():
-    new = lambda params, x, c: {
-        "counts": [c["counts"][0] + len(x), c["counts"][1] + 2 * len(x)],
-        "means": [x.max() + n for n in range(5)],
-    }
-    c = {"counts": [jnp.int32(0), jnp.int32(0)], "means": [jnp.float32(0)] * 5}
-    report = zerojax.verify(zerojax.train_step(updating(new), mutable="c"), placed(c), X)
-    assert len(report.wrong) == 2 and len(report.causes) == len(report.notes) == 1
-    assert "of c/counts/0 (2 and 16), c/counts/1 (4 and 32), in mutable=." in report.causes[0]
-    assert "update c/means/0, c/means/1, c/means/2 and 2 more, in mutable=" in report.notes[0]
-
-
 def test_a_field_returned_without_mutable_is_warned_of_and_metrics_are_not():
     """As Flax's BatchNorm trains where its loss closes over the state's statistics."""
     state = placed({"mean": jnp.zeros(8)}, mesh=make_mesh(2))

@@ -3,9 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -43,11 +41,6 @@ def plain(params, batch):
 
 def rows_of(batch, rows):
     return {name: values[rows] for name, values in batch.items()}
-
-
-def placed(devices):
-    state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.sgd(1.0))
-    return zerojax.shard_train_state(state, mesh=make_mesh(devices), min_shard_size=1)
 
 
 def with_mask(batch, **options):
@@ -129,26 +122,3 @@ def test_loss_and_gradients_are_those_of_the_real_examples_by_one_program(compil
         assert float(aux["real"]) == rows / 32
         np.testing.assert_allclose(aux["errors"][:rows], errors_of(PARAMS, batch), rtol=2e-5)
     assert sum("value_and_grad" in name for name in compiled) <= 1, compiled
-
-
-def test_a_datasets_mean_is_that_of_one_device():
-    """77 examples in batches of 24: the last has 5, fewer than there are devices."""
-    state, step = placed(6), zerojax.eval_step(loss_fn)
-    loss = low = real = 0.0
-    for start in range(0, 77, 24):
-        batch = with_mask(rows_of(DATA, slice(start, start + 24)), to=24, plan=state)
-        metrics = jax.device_get(step(state, zerojax.shard_batch(batch, plan=state)))
-        share = metrics["aux"]["real"]
-        loss, real = loss + share * metrics["loss"], real + share
-        low += share * metrics["aux"]["low"]
-    errors = np.asarray(errors_of(PARAMS, DATA))
-    assert real == pytest.approx(77 / 24, rel=1e-6)
-    assert loss / real == pytest.approx(errors.mean(), rel=3e-7)
-    assert low / real == pytest.approx((errors < LOW).mean(), rel=3e-7)
-
-
-def test_a_loss_that_takes_plain_means_gets_a_last_batch_whole_on_each_device():
-    """The other way to be exact: no device has a part, so that there is nothing to weigh."""
-    state, batch = placed(4), rows_of(DATA, slice(72, 77))
-    metrics = zerojax.eval_step(plain, batch_specs=P())(state, batch)
-    assert float(metrics["loss"]) == pytest.approx(float(plain(PARAMS, batch)), rel=1e-6)

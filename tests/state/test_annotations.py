@@ -9,14 +9,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.support.reference import assert_close
 from tests.support.shapes import shape
 
 BATCH = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
@@ -88,34 +86,6 @@ def test_an_array_that_is_placed_over_an_axis_stays_there():
     for weight in (placed, nn.Partitioned(placed, names=("data", None))):
         (leaf,) = zerojax.plan(({"w": weight}, ()), mesh=TWO).leaves
         assert leaf.spec == P("data", "tensor")
-
-
-class Wide(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        init = nn.with_logical_partitioning(INIT, ("embed", "mlp"))
-        return nn.with_logical_constraint(nn.Dense(64, kernel_init=init)(x), ("batch", "mlp"))
-
-
-def test_a_linen_model_trains_as_on_one_device():
-    def make():
-        params = Wide().init(jax.random.key(0), BATCH)["params"]
-        return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
-
-    def loss(params, x):  # the devices have different numbers of true rows
-        return zerojax.mean(Wide().apply({"params": params}, x) ** 2, where=x[:, :1] > 0)
-
-    state = make()
-    value, grads = jax.jit(jax.value_and_grad(loss))(state.params, BATCH)
-    wanted = jax.tree.map(lambda p, g: p - 0.1 * g, state.params, grads)
-    with nn.logical_axis_rules(RULES):
-        placed = zerojax.shard_train_state(make, mesh=TWO)
-        step = zerojax.train_step(loss)
-        assert zerojax.tools.step_flops(step, placed, BATCH) > 0
-        new, metrics = step(placed, BATCH)
-    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    assert_close(jax.tree.leaves(new.params), jax.tree.leaves(wanted))
-    assert new.params["Dense_0"]["kernel"].value.sharding.spec == P("data", "tensor")
 
 
 def nnx_loss(model, x):

@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
+from tests.support import nnx_models
 from tests.support.collectives import collectives, every_equation
 from tests.support.reference import assert_close, assert_equal_bits
 from tests.support.schedules import scheduled
@@ -301,11 +302,7 @@ class Net(nnx.Module):
 def test_a_nnx_model_trains_over_codes_in_place():
     loss = lambda model, x: jnp.mean((model(x) - x) ** 2)
 
-    def make():
-        model = Net(nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
-        return zerojax.nnx.quantized(model, optimizer)
-
+    make = lambda: zerojax.nnx.quantized(*nnx_models.make(Net, nnx.LoRAParam))
     model, optimizer = zerojax.nnx.shard(make, stage=3)
     full = dequantized(zerojax.full_params(zerojax.nnx.state(model, optimizer)))
     streamed = dict(zerojax.stream(zerojax.nnx.state(model, optimizer)))
@@ -374,3 +371,34 @@ def test_a_placed_state_is_refused():
     placed = zerojax.shard_train_state(state_of(), stage=3)
     with pytest.raises(ValueError, match=r"Call it first: zerojax\.shard_train_state"):
         zerojax.quantized(placed)
+
+
+def test_a_model_called_on_codes_says_how_to_decode_them():
+    packed, x = zerojax.quantized(state_of()).params["base"]["w"], jnp.ones((2, DIM))
+    says = r"float32\[3, 64, 64\] rests as nf4 codes.*zerojax\.manual\.dequantized\(params\)"
+    for call in (
+        lambda: x @ packed,
+        lambda: jnp.dot(x, packed),
+        lambda: jax.jit(lambda x: x @ packed)(x),
+        lambda: packed[0],
+        lambda: packed * 2,
+        lambda: np.asarray(packed),
+        lambda: jnp.asarray(packed, jnp.bfloat16),
+    ):
+        with pytest.raises(TypeError, match=says):
+            call()
+    model, _ = zerojax.nnx.quantized(*nnx_models.make(Net, nnx.LoRAParam))
+    with pytest.raises(TypeError, match=r"zerojax\.nnx\.merge\(s, zerojax\.manual\.dequantized\("):
+        model(jnp.ones((8, DIM)))
+
+
+def test_a_restore_of_codes_as_weights_says_so(tmp_path):
+    """And the other way round."""
+    codes, weights = zerojax.quantized(state_of()), state_of()
+    zerojax.save(tmp_path / "codes", zerojax.shard_train_state(codes, stage=3))
+    zerojax.save(tmp_path / "weights", zerojax.shard_train_state(weights, stage=3))
+    says = "rest as codes on one side only.*zerojax.quantized.*dequantized"
+    for path, like in (("codes", weights), ("weights", codes)):
+        with pytest.raises(ValueError, match=says) as raised:
+            zerojax.restore(tmp_path / path, like=zerojax.plan(like, stage=1))
+        assert "another model" not in str(raised.value)

@@ -10,7 +10,6 @@ from flax.training.train_state import TrainState
 import zerojax
 from tests.conftest import make_mesh
 from tests.support import audits
-from tests.support.schedules import scheduled
 from zerojax._features import xla_options as xla
 
 LAYER = np.ones((64, 64), "f")
@@ -92,36 +91,6 @@ def layers_in_line(remat):
         return jnp.mean(x**2)
 
     return loss
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_layers_in_no_loop_are_counted_one_by_one(accumulate):
-    """A loop over microbatches is none over layers."""
-    plan = zerojax.plan({"params": {"layers": [LAYER] * 3}}, mesh=make_mesh())
-    whole, shard = LAYER.size * 4, LAYER.size * 4 // 8
-
-    def traffic(remat):
-        options = {"accumulate": accumulate, "roll": False}
-        grad = zerojax.value_and_grad(layers_in_line(remat), plan, **scheduled(options))
-        jaxpr = jax.make_jaxpr(grad)(plan.abstract()["params"], jnp.ones((32, 64))).jaxpr
-        return xla.traffic_of(jaxpr, microbatches=accumulate)
-
-    loops, layers, _ = traffic(remat=True)
-    assert layers == [moved(whole, shard, whole)] * 3 and not loops
-    loops, layers, rest = traffic(remat=False)
-    assert not layers and not loops
-    assert (rest[xla.SCATTERED], rest[xla.REDUCED]) == (3 * shard, 3 * whole)
-
-
-def test_thresholds_of_layers_in_no_loop():
-    gathers, scatters = xla.COMBINE_GATHERS, xla.COMBINE_SCATTERS
-    size, bucket = 2**30, xla.BUCKET
-    layer, small = (moved(n, n // 8, n) for n in (size, 2**20))
-    in_line = lambda *layers, rest=small: xla.in_line(layers, rest)
-    assert in_line(layer, small) == {gathers: size + size // 16, scatters: (size + size // 16) // 8}
-    assert in_line(small, small) == {gathers: bucket, scatters: bucket // 8}
-    assert in_line(rest=layer) == {scatters: bucket // 8}
-    assert in_line(rest=moved(size)) == {}
 
 
 @pytest.mark.gpu_code
