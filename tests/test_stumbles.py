@@ -70,21 +70,6 @@ def test_a_part_leaves_without_its_padding(part, padded, model, tmp_path):
         assert shapes & {(97, 17), (17, 97)} and not shapes & {(104, 17), (17, 104)}
 
 
-def test_a_state_its_parameters_with_the_plan_and_unpadded_parts_leave_alike(
-    padded, model, tmp_path
-):
-    state, of_nnx = padded, zerojax.nnx.state(*model)
-    given = [
-        (state, {}),
-        (state.params, {"plan": state.tx.plan}),
-        (zerojax.unpad(state).params["head"], {}),
-        (zerojax.unpad(of_nnx).params["head"], {}),
-    ]
-    for number, (tree, options) in enumerate(given):
-        export_safetensors(tmp_path / f"{number}", tree, **options)
-        assert kernel_in(tmp_path / f"{number}") in ((97, 17), (17, 97))
-
-
 def kernel_in(path):
     (file,) = path.glob("*.safetensors")
     return next(x.shape for x in safetensors.numpy.load_file(file).values() if x.ndim == 2)

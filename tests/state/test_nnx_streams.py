@@ -95,35 +95,6 @@ def test_streams_of_a_model_differ_by_device_microbatch_layer_and_step():
     assert int(model.rngs.default.count[...]) == int(make(Noisy)[0].rngs.default.count[...]) + 2
 
 
-class Counting(nnx.Module):
-    """Advances variables of its own: an integer, and keys of both kinds."""
-
-    def __init__(self, rngs):
-        self.layer = linear(rngs)
-        self.tokens = nnx.Variable(jnp.int32(2**24))
-        self.raw = nnx.Variable(jax.random.PRNGKey(123456789))
-        self.key = nnx.Variable(jax.random.key(3))
-
-    def __call__(self, x):
-        self.tokens[...] += 1
-        for key in (self.raw, self.key):
-            key.set_value(jax.random.split(key.get_value())[0])
-        return self.layer(x)
-
-
-def test_integers_and_keys_of_ones_own_go_on_exactly():
-    model, optimizer = placed(Counting)
-    step = zerojax.nnx.train_step(lambda model, x: jnp.mean(model(x) ** 2), accumulate=2)
-    one = Counting(nnx.Rngs(0))
-    for _ in range(2):
-        step(model, optimizer, X)
-        one(X)
-    assert int(model.tokens[...]) == 2**24 + 2
-    np.testing.assert_array_equal(model.raw[...], one.raw[...])
-    got, wanted = (jax.random.key_data(m.key.get_value()) for m in (model, one))
-    np.testing.assert_array_equal(got, wanted)
-
-
 class Dropping(nnx.Module):
     def __init__(self, rngs):
         self.up, self.drop = linear(rngs), nnx.Dropout(0.1, rngs=rngs)

@@ -78,18 +78,6 @@ def test_an_unrolled_loop_gathers_again_in_backward():
     assert sum(t.wire_bytes * t.trips for t in within) == layers * 4 * DIM**2 * 3 // 4
 
 
-@pytest.mark.parametrize(
-    ("options", "groups"),
-    [
-        ({"stage": 2, "groups": {"opt_state": LEVELS, "grads": "gpu"}}, ((), GPU, LEVELS)),
-        ({"groups": {"params": "gpu"}}, (GPU, LEVELS, LEVELS)),
-    ],
-)
-def test_a_stage_is_the_default_of_each_group(options, groups):
-    plan = nodes.planned(**options)
-    assert dataclasses.astuple(plan.groups) == groups
-
-
 def test_a_state_rests_where_it_is_updated():
     tx = optax.adam(1e-3)
     plan = nodes.planned(tx, groups=AMSP)

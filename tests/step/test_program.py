@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import zerojax
 from tests.conftest import make_mesh
@@ -17,21 +16,6 @@ def aux_of(loss, *args, accumulate=1, **named):
     params = PLAN.place({"params": {"w": np.ones((16, 16), "f")}})["params"]
     grad = zerojax.value_and_grad(loss, PLAN, has_aux=True, accumulate=accumulate)
     return jax.device_get(jax.jit(grad)(params, *args, **named)[0][1])
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_aux_is_a_mean_over_the_mesh_and_has_rows_in_the_order_of_the_batch(accumulate):
-    share = len(ROWS) // DEVICES // accumulate
-
-    def loss(params, batch):
-        aux = {"count": batch.shape[0], "mean": batch.mean(), "rows": batch[:, 0]}
-        return jnp.mean(batch @ params["w"]), aux | {"share": jnp.arange(share) * 1.0}  # no rows
-
-    aux = aux_of(loss, ROWS, accumulate=accumulate)
-    assert aux["count"] == share
-    assert aux["mean"] == pytest.approx(ROWS.mean(), abs=1e-6)
-    np.testing.assert_array_equal(aux["rows"], ROWS[:, 0])
-    np.testing.assert_allclose(aux["share"], np.arange(share))
 
 
 def test_keys_are_folded_by_device_and_arrays_of_keys_are_split():

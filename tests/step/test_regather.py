@@ -29,16 +29,6 @@ def test_backward_gathers_fewer_layers_where_weights_stay(count, regather, times
     assert gathers(regather, keep_layers=count) == times
 
 
-def test_only_the_last_layers_stay():
-    """Of two weights, in the stacks that forward's second loop returns."""
-    jaxpr = nodes.traced(PLAN, keep_layers=3)
-    lengths = [scan.params["length"] for scan in scans_of(jaxpr)]
-    assert lengths == [1, 2, 2, 0]  # the last layer runs in no loop, and neither does the first
-    _, forward, *_ = scans_of(jaxpr)
-    full = [v.aval.shape for v in forward.outvars if v.aval.shape[1:] == (nodes.DIM, nodes.DIM)]
-    assert full == [(2, nodes.DIM, nodes.DIM)] * 2
-
-
 @pytest.mark.parametrize(
     ("regather", "options", "times"),
     [

@@ -100,13 +100,6 @@ def no_backward(x, p, *_):
     return dense(x, p) + same(jax.lax.stop_gradient(x))
 
 
-def local_and_global(x, p, number, _):
-    """Every second layer sees three positions."""
-    near = jnp.abs(jnp.arange(12)[:, None] - jnp.arange(12)) < 3
-    scores = jnp.where(near, x @ x.mT, -1e9) if number % 2 else x @ x.mT
-    return dense(jax.nn.softmax(scores) @ x, p)
-
-
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -223,7 +216,6 @@ MODELS = {
     "two before": two_before,
     "decayed": decayed,
     "dropout by depth": lambda remat: plain(by_depth, remat),
-    "local and global": lambda remat: plain(local_and_global, remat, 6),
     "first differs": lambda remat: plain(first_differs, remat),
     "scaled backward": lambda remat: plain(scaled_backward, remat),
     "no backward": lambda remat: plain(no_backward, remat),
@@ -234,7 +226,6 @@ MODELS = {
 LOOPS = {
     ("returns numbers", True): [],
     "two before": [],
-    "local and global": [3, 3],
     "first differs": [LAYERS - 1] * 2,
     "scaled backward": [],
     "no backward": [],
@@ -259,12 +250,7 @@ def scans(traced):
     return sorted(int(n) for n in re.findall(r"\blength=(\d+)", str(traced.jaxpr)))
 
 
-HEAVY = "local and global"
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.ci] * (name == HEAVY)) for name in MODELS]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_rolled_layers_have_the_gradients_of_the_python_loop(name):
     """Those of a loop without `jax.checkpoint`, which changes no number."""
     programs = []
@@ -394,23 +380,6 @@ def test_a_step_and_its_audit_say_what_becomes_of_layers(remat, says):
     report = zerojax.audit(step, state, TOKENS).check()
     assert says in str(step) and f"layers             {says}" in " ".join(str(report).split("\n"))
     assert [text.startswith(says) for text in report.layers] == [True]
-
-
-def test_layers_that_end_with_a_norm_are_named_without_that_of_the_embedding():
-    """A turn begins with the norm before a layer, and the first with the embedding's."""
-    params, _ = plain(dense, False)
-    params["layers"] = [p | {"scale": params["scale"]} for p in params["layers"]]
-
-    def loss(params, tokens):
-        x = norm(params["embed"][tokens]) * params["scale"]
-        for p in params["layers"]:
-            x = norm(dense(x, p)) * p["scale"]
-        return jnp.mean(x**2)
-
-    norm = lambda x: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True))
-    step, state = trained(loss, params, roll=True)
-    step.trace(state, TOKENS)
-    assert "params/layers/0 to 3 are rolled up, 4 turns of a loop" in str(step)
 
 
 def test_a_step_of_nnx_says_it_too():
