@@ -15,22 +15,95 @@ from flax.training.train_state import TrainState
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.step.python_loops import (
-    DIM,
-    KEY,
-    LAYERS,
-    TOKENS,
-    drawn,
-    layers,
-    normal,
-    resnet,
-    rows_by_layer,
-    two_stacks,
-    u_net,
-)
 from tests.support import nnx_models
-from tests.support.reference import State, assert_close
+from tests.support.reference import assert_close
 from tests.support.schedules import scheduled
+
+DIM, LAYERS = 32, 4
+TOKENS = np.arange(8 * 12).reshape(8, 12) % 64
+KEY = jax.random.key(3)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype("f") / shape[0] ** 0.5
+
+
+def layers(count=LAYERS, **shapes):
+    return [{k: normal(n, *s) for k, s in shapes.items()} for n in range(count)]
+
+
+def drawn(init, *inputs):
+    """What an init returns, drawn here: no programs to compile."""
+    leaves, tree = jax.tree.flatten(jax.eval_shape(init, *inputs))
+    return tree.unflatten([normal(n, *leaf.shape) for n, leaf in enumerate(leaves)])
+
+
+def two_stacks(remat):
+    """T5: the first layer of the encoder, and that of the decoder, makes a bias of distances, which
+    the others pass on. The decoder reads what the encoder returns."""
+    params = {"embed": normal(9, 64, DIM)}
+    for n, name in enumerate(("enc", "dec")):
+        params[name] = layers(4, q=(DIM, DIM), out=(DIM, DIM))
+        params[name][0]["bias"] = normal(n, 16)
+    apart = abs(np.arange(12)[:, None] - np.arange(12))
+
+    def layer(x, p, mask, bias, *read):
+        scores = x @ p["q"] @ x.mT
+        bias = p["bias"][apart] + mask if bias is None else bias
+        x = x + jnp.tanh(jax.nn.softmax(scores + bias) @ x) @ p["out"]
+        for other in read:
+            x = x + jax.nn.softmax(x @ p["q"] @ other.mT) @ other @ p["out"]
+        return x, bias
+
+    def stack(params, embed, tokens, *read):
+        x, mask, bias = embed[tokens], jnp.where(tokens == 0, -1e9, 0.0)[:, None], None
+        for p in params:
+            x, bias = (jax.checkpoint(layer) if remat else layer)(x, p, mask, bias, *read)
+        return x
+
+    def loss(params, tokens, _):
+        x = stack(params["enc"], params["embed"], tokens)
+        y = stack(params["dec"], params["embed"], tokens[:, ::-1], x)
+        return jnp.mean((y @ params["embed"].T) ** 2)
+
+    return params, loss
+
+
+def rows_by_layer(remat):
+    """Each layer reads a row of its own, of a mask (as in Hugging Face's BERT) and of keys."""
+    params = {"embed": normal(9, 64, DIM)}
+    params["layers"] = layers(LAYERS, up=(DIM, 64), down=(64, DIM))
+
+    def layer(x, p, mask, key):
+        x = x * mask * jax.random.bernoulli(key, 0.9, x.shape[1:])
+        return x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+    def loss(params, tokens, key):
+        x, keys = params["embed"][tokens], jax.random.split(key, LAYERS)
+        mask = 1 - jnp.arange(LAYERS * DIM, dtype="f").reshape(LAYERS, DIM) / 500
+        for n, p in enumerate(params["layers"]):
+            x = (jax.checkpoint(layer) if remat else layer)(x, p, mask[n], keys[n])
+        return jnp.mean((x @ params["embed"].T) ** 2)
+
+    return params, loss
+
+
+class UNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        skips = []
+        for width in (8, 16, 32):
+            skips.append(x := nn.relu(nn.Dense(width)(x)))
+        for x_of_level in reversed(skips):
+            x = nn.relu(nn.Dense(x_of_level.shape[-1])(jnp.concatenate([x, x_of_level], -1)))
+        return x
+
+
+def u_net(_):
+    model = UNet()
+    params = drawn(model.init, KEY, jnp.ones((1, 12)))["params"]
+    apply = lambda params, x: jnp.asarray(model.apply({"params": params}, x / 64.0))
+    return params, lambda params, x, _: jnp.mean(apply(params, x) ** 2)
 
 
 def plain(layer, remat, count=LAYERS, order=None):
@@ -220,12 +293,15 @@ MODELS = {
     "scaled backward": lambda remat: plain(scaled_backward, remat),
     "no backward": lambda remat: plain(no_backward, remat),
     "nnx": nnx_model,
+    "two stacks": two_stacks,
+    "rows by layer": rows_by_layer,
 }
 
 
 LOOPS = {
     ("returns numbers", True): [],
     "two before": [],
+    "two stacks": [3] * 4,
     "first differs": [LAYERS - 1] * 2,
     "scaled backward": [],
     "no backward": [],
@@ -436,62 +512,6 @@ def test_the_norm_and_the_state_are_those_of_the_python_loop():
         assert shards[0].data.size == DIM * 64 // 8
         found.append((metrics, zerojax.full_params(state)))
     assert_close(*found, 1e-6)
-
-
-SGD = lambda **options: optax.sgd(0.1, **options)
-CLIP = lambda: optax.chain(optax.clip_by_global_norm(0.1), SGD(momentum=0.9))
-MUON = lambda: optax.contrib.muon(1e-2, eps=1e-4)
-BF16 = zerojax.Precision(compute="bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("model", "remat", "devices", "tx", "options", "loops"),
-    [
-        (two_stacks, True, 7, CLIP, {"accumulate": 4}, [3, 3]),
-        pytest.param(
-            rows_by_layer, True, 8, MUON, {"accumulate": 4}, [LAYERS], marks=pytest.mark.ci
-        ),
-        (rows_by_layer, False, 8, SGD, {"precision": BF16}, [LAYERS]),
-        pytest.param(resnet, False, 8, SGD, {}, [3, 3], marks=pytest.mark.ci),
-    ],
-)
-def test_five_steps_are_those_of_one_device(model, remat, devices, tx, options, loops):
-    params, with_key, *stats = model(remat)
-    fields = {"batch_stats": stats[0]} if stats else {}
-    options = {"mutable": [*fields], "roll": "auto" if remat else True, **options}
-    precision = options.pop("precision", None)
-    batch = np.arange(4 * devices * 12).reshape(-1, 12) * 7 % 64
-    if stats:  # each device has its own, of the same rows
-        batch = np.tile(batch[:2], (devices, 1))
-
-    def loss(params, tokens, **fields):
-        return with_key(params, tokens, KEY, **fields)
-
-    def make():
-        own = jax.tree.map(jnp.asarray, params)
-        return State.create(apply_fn=None, params=own, tx=tx(), **fields)
-
-    @jax.jit
-    def plain(state):
-        def as_pair(params):
-            if precision:
-                params = jax.tree.map(lambda x: x.astype(precision.compute), params)
-            result = loss(params, batch, **{name: getattr(state, name) for name in fields})
-            return result if stats else (result, {})
-
-        (value, new), grads = jax.value_and_grad(as_pair, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads, **new), value
-
-    place = {"stage": 3, "mesh": make_mesh(devices), "min_shard_size": 1, "precision": precision}
-    state, wanted = zerojax.shard_train_state(make, pad=True, **place), make()
-    step = zerojax.train_step(loss, **scheduled(options))
-    tolerance = 2e-2 if precision else 1e-5
-    for _ in range(5):
-        (state, metrics), (wanted, value) = step(state, batch), plain(wanted)
-        assert_close(metrics["loss"], value, tolerance)
-    assert [int(n) for n in re.findall(r"(\d+) turns of a loop", str(step))] == loops
-    assert_close(zerojax.full_params(state), wanted.params, tolerance)
-    assert_close(state.batch_stats, wanted.batch_stats, tolerance)
 
 
 def test_scopes_name_the_layers_of_a_loop():
