@@ -8,6 +8,7 @@ import pytest
 
 import zerojax
 from zerojax import Offload
+from zerojax._plan.offload import POOL_LIMIT, check_pool, told_of_pool
 
 ELEMENTS = {"a": 100, "b": 400, "c": 50, "d": 300}  # of 4 bytes
 PARAMS = {name: jax.ShapeDtypeStruct((size,), "float32") for name, size in ELEMENTS.items()}
@@ -107,3 +108,27 @@ BYTES = "Pass an integer, "
 def test_another_offload_is_refused(offload, message):
     with pytest.raises(ValueError, match=message):
         zerojax.plan((PARAMS, ()), offload=offload())
+
+
+# -- the memory of a host that XLA pins for GPUs
+
+GIB = 2**30
+
+
+def test_more_than_xla_pins_is_refused(monkeypatch):
+    monkeypatch.delenv(POOL_LIMIT, raising=False)
+    check_pool(64 * GIB)
+    with pytest.raises(ValueError, match=rf"set {POOL_LIMIT}=111 before JAX starts. Otherwise"):
+        check_pool(100 * GIB + 1)
+    with pytest.raises(ValueError, match=r"zerojax.Offload\(..., max_bytes=8589934592\)"):
+        check_pool(100 * GIB, devices=8)
+    monkeypatch.setenv(POOL_LIMIT, "111")
+    check_pool(100 * GIB + 1)
+
+
+@pytest.mark.parametrize("limit", ["64GB", "-1", "0", ""])
+def test_a_limit_that_is_no_number_is_refused(limit, monkeypatch):
+    monkeypatch.setenv(POOL_LIMIT, limit)
+    with pytest.raises(ValueError, match=rf"'{limit}' must be a number of GiB\. Set it to 64"):
+        check_pool(1)
+    assert told_of_pool(0) == []
