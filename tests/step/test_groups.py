@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.step import nodes
-from tests.step.nodes import AMSP, AXES, BATCH, DIM, HSDP, LAYERS, LEVELS, SGD
+from tests.step.nodes import AMSP, AXES, DIM, HSDP, LAYERS, LEVELS, SGD
 from tests.support import steps
 from tests.support.collectives import collectives
 from tests.support.reference import assert_close
@@ -64,18 +64,6 @@ def test_what_the_loss_casts_crosses_nodes_in_that_dtype(accumulate):
     jaxpr = nodes.traced(nodes.planned(groups=AMSP), loss, accumulate=accumulate)
     gathers = {(c.axes, c.dtype) for c in collectives(jaxpr) if c.kind == "all-gather"}
     assert gathers == {(NODE, "bfloat16"), (GPU, "bfloat16")}
-
-
-def test_an_unrolled_loop_gathers_again_in_backward():
-    """XLA would merge forward's and backward's gathers, and keep full weights."""
-    plan = nodes.planned(groups=AMSP)
-    loss = functools.partial(nodes.loss, unroll=LAYERS)
-    step = zerojax.train_step(loss, tx=SGD, plan=plan, schedule=zerojax.Schedule(prefetch=0))
-    report = zerojax.audit(step, plan.abstract(), BATCH)
-    within = [t for t in report.traffic if t.kind == "all-gather" and t.axes == GPU]
-    # Nothing asks for the gradient of the batch, for which backward would need the first layer.
-    layers = BOTH_WAYS - 2
-    assert sum(t.wire_bytes * t.trips for t in within) == layers * 4 * DIM**2 * 3 // 4
 
 
 def test_a_state_rests_where_it_is_updated():

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh
 import zerojax
 from tests.step import tensor
 from tests.support import audits  # before JAX, which it has make 8 devices
-from tests.support.models import Model, convnet, gpt, mlp, transformer
+from tests.support.models import Model, convnet, gpt, mlp
 from tests.support.reference import make_state, split_aux
 from tests.support.schedules import scheduled
 
@@ -49,10 +49,7 @@ def layers() -> Model:
 MODELS = {
     "layers": layers,
     "gpt": lambda: gpt(remat=True),
-    "gpt without remat": lambda: gpt(remat=False),
     "mlp": lambda: mlp(remat=True),
-    "mlp without remat": lambda: mlp(remat=False),
-    "transformer": lambda: transformer(remat=False),
     "convnet": lambda: convnet(remat=True, axis_name="data"),  # norms of the whole batch
     "tensor": lambda: Model(tensor.make_state().params, tensor.scanned, rows(tensor.DIM)),
 }
@@ -72,11 +69,10 @@ def model_and_state(name: str) -> tuple[Model, Any]:
     def make():
         models.append(MODELS[name]())
         state = make_state(models[0], optax.adamw(1e-3, eps=1e-4))
-        return state, models[0].batch, models[0].rng
+        return state, models[0].batch
 
-    state, batch, rng = make()
-    state, batch = jax.device_get((state, batch))
-    parts = {"params": state.params, "batch": batch, "rng": rng}
+    state, batch = jax.device_get(make())
+    parts = {"params": state.params, "batch": batch}
     parts["fields"] = {field: getattr(state, field) for field in models[0].fields}
     return dataclasses.replace(models[0], **parts), state
 
@@ -143,9 +139,8 @@ class Row:
 
     @functools.cached_property
     def args(self) -> tuple[Any, ...]:
-        """What the step is called with after the state: the batch, and a key for some losses."""
-        model, _ = model_and_state(self.model)
-        args = (model.batch,) if model.rng is None else (model.batch, model.rng)
+        """What the step is called with after the state."""
+        args = (model_and_state(self.model)[0].batch,)
         return zerojax.aot.batch(args, self.plan) if isinstance(self.mesh_of, str) else args
 
     @functools.cached_property
