@@ -13,8 +13,6 @@ from tests.support.families import BATCH, FAMILIES, LAYERS
 from tests.support.reference import assert_close
 
 SMALL = 128  # elements: biases and norms that stay whole, losses
-SAID_BY |= {"nnx": "nnx", "nnx_remat": "nnx", "nnx_scan": "nnx"}
-SAID_BY |= {"linen_scan_remat": "linen_partitioned"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

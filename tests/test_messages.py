@@ -6,7 +6,7 @@ import pytest
 
 import zerojax
 from tests.support.linear import BATCH, STEP, loss, made, placed
-from tests.support.schedules import scheduled
+from tests.support.schedules import train_step
 from tests.support.stored import stored
 
 PLAN = zerojax.plan(made())
@@ -22,7 +22,7 @@ def case(function, *args, **options):
 
 
 def train(**options):
-    return lambda: zerojax.train_step(loss, **scheduled(options))
+    return lambda: train_step(loss, **options)
 
 
 def audit(**options):

@@ -9,14 +9,13 @@ import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import zerojax
 import zerojax.nnx
 from tests.support.collectives import collectives
 from tests.support.families import FAMILIES
-from tests.support.reference import assert_equal_bits
+from tests.support.reference import assert_equal_bits, train_state
 from zerojax._checkpoint import stream as _stream
 from zerojax._plan import resharding as _resharding
 
@@ -66,7 +65,7 @@ def programs(monkeypatch):
 
 def make_state():
     params = jax.tree.map(jnp.asarray, PARAMS)
-    return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1e-2))
+    return train_state(params, optax.sgd(1e-2))
 
 
 def placed(**options):

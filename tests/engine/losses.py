@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 import zerojax
 from tests.conftest import make_mesh
 from tests.support.collectives import scans_of
-from tests.support.schedules import scheduled
+from tests.support.schedules import value_and_grad
 
 LAYERS, DIM = 4, 16
 draw = np.random.default_rng(0)
@@ -263,7 +263,7 @@ def plan_of(stage, devices):
 def sharded_grad(loss, stage=3, devices=8, **options):
     """Takes the loss and the gradients of placed parameters, for a batch."""
     loss = PROGRAMS.get(loss, loss)
-    return zerojax.value_and_grad(loss, plan_of(stage, devices), **scheduled(options))
+    return value_and_grad(loss, plan_of(stage, devices), **options)
 
 
 def placed(stage=3, devices=8):

@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax import lax
 
 import zerojax
 from tests.conftest import make_mesh
 from tests.engine.losses import each
-from tests.support.reference import assert_close
-from tests.support.schedules import scheduled
+from tests.support.reference import assert_close, train_state
+from tests.support.schedules import value_and_grad
 
 DIM = 16
 draw = np.random.default_rng(0)
@@ -59,7 +58,7 @@ def planned(params, stage=3, **options):
 def lowered(loss, params, **options):
     """The gradients of a loss, lowered for shapes."""
     plan = planned(params, **options)
-    grad = jax.jit(zerojax.value_and_grad(loss, plan, schedule=zerojax.Schedule(roll=False)))
+    grad = jax.jit(value_and_grad(loss, plan, roll=False))
     return grad.trace(plan.abstract()["params"], BATCH).lower()
 
 
@@ -123,7 +122,7 @@ def test_gradients_are_those_of_one_device():
     plan = planned(params)
     grads = {name: zerojax.value_and_grad(loss, plan) for name, loss in losses.items()}
     for name, value in {"regather": False, "accumulate": 2, "prefetch": 1}.items():
-        grads[name] = zerojax.value_and_grad(losses["alike"], plan, **scheduled({name: value}))
+        grads[name] = value_and_grad(losses["alike"], plan, **{name: value})
     found = each(grads, plan.place({"params": params})["params"], BATCH)
     wanted = each({n: jax.value_and_grad(loss) for n, loss in losses.items()}, params, BATCH)
     for name, got in found.items():
@@ -145,7 +144,7 @@ def test_what_has_side_effects_runs_for_each_layer(capfd):
 
 
 def test_evaluation_traces_layers_once():
-    state = TrainState.create(apply_fn=None, params=layers(4), tx=optax.sgd(0.1))
+    state = train_state(layers(4), optax.sgd(0.1))
     state = zerojax.shard_train_state(state, stage=3, min_shard_size=1)
     step = zerojax.eval_step(in_a_loop(remat))
     text = step.lower(state, BATCH).as_text()

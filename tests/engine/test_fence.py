@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.support.collectives import unordered
+from tests.support.reference import train_state
+from tests.support.schedules import train_step
 from zerojax._kernel import body as fence
 
 LAYERS, DIM = 4, 64
@@ -67,7 +68,7 @@ def translated(params, batch):
 def test_tables_are_gathered_and_reduced_between_loops(stage, accumulate):
     tables = {name: np.ones((1024, DIM), "f") for name in ("source", "target", "labels")}
     loops = {name: np.ones((LAYERS, DIM, DIM), "f") for name in ("encoder", "decoder")}
-    state = TrainState.create(apply_fn=None, params=tables | loops, tx=optax.sgd(0.1))
+    state = train_state(tables | loops, optax.sgd(0.1))
     plan = zerojax.plan(state, stage=stage)
     step = zerojax.train_step(translated, accumulate=accumulate)
     batch = jax.ShapeDtypeStruct((64,), "int32")
@@ -89,10 +90,10 @@ def test_backward_gathers_again_on_gpus(layers):
     def make():
         params = {"stack": jnp.ones((layers, DIM, DIM)), "norm": jnp.ones(DIM)}
         params |= dict.fromkeys(("inner", "head"), jnp.ones((DIM, DIM)))
-        return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+        return train_state(params, optax.sgd(0.1))
 
     plan = zerojax.plan(make, mesh=zerojax.aot.mesh("8xH100"), min_shard_size=0)
-    step = zerojax.train_step(loss, plan=plan, schedule=zerojax.Schedule(prefetch=1))
+    step = train_step(loss, plan=plan, prefetch=1)
     batch = zerojax.aot.batch(jax.ShapeDtypeStruct((64, DIM), "float32"), plan)
     traffic = zerojax.audit(step, plan.abstract(), batch).traffic
     gathered = sum(t.wire_bytes * t.trips for t in traffic if t.kind == "all-gather")
@@ -122,7 +123,7 @@ def test_a_narrow_gradient_of_a_head_waits_for_the_loop_before_it():
     layers = {"up": np.ones((3, 72, 200), "f"), "down": np.ones((3, 200, 72), "f")}
     params = {"embed": np.ones((65, 72), "f"), "layers": layers | {"scale": np.ones((3, 72), "f")}}
     params |= {"head": np.ones((72, 65), "f"), "bias": np.ones(65, "f")}
-    state = TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-2))
+    state = train_state(params, optax.adamw(1e-2))
     narrow = {"compute": "bfloat16", "param": "bfloat16", "master": "split", "moments": "int8"}
     plan = zerojax.plan(state, stage=3, precision=zerojax.Precision(**narrow))
     batch = jax.ShapeDtypeStruct((32, 17), "int32")

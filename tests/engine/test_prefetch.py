@@ -21,6 +21,7 @@ from tests.engine.losses import (
 )  # fmt: skip
 from tests.support.collectives import collectives, scans_of
 from tests.support.reference import assert_close
+from tests.support.schedules import value_and_grad
 
 LAYER = sum(x[0].size for x in jax.tree.leaves(PARAMS["a"]))
 
@@ -95,14 +96,11 @@ def test_prefetching_backward_starts_with_what_forward_read_last():
     plan = zerojax.plan({"params": HEADED}, stage=3, mesh=make_mesh(), stacked="layers/")
     for loss, (used, kept) in HEADS.items():
         for prefetch in (0, 1):
-            grad = zerojax.value_and_grad(loss, plan, schedule=zerojax.Schedule(prefetch=prefetch))
+            grad = value_and_grad(loss, plan, prefetch=prefetch)
             found = collectives(jax.make_jaxpr(grad)(plan.abstract()["params"], BATCH))
             heads = [c for c in found if c.kind == "all-gather" and c.elements == 2 * DIM * DIM]
             assert len(heads) == 2 * used - kept * prefetch, loss.__name__
-    grads = {
-        loss: zerojax.value_and_grad(loss, plan, schedule=zerojax.Schedule(prefetch=1))
-        for loss in HEADS
-    }
+    grads = {loss: value_and_grad(loss, plan, prefetch=1) for loss in HEADS}
     values = each(grads, plan.place({"params": HEADED})["params"], BATCH)
     wanted = each({loss: jax.value_and_grad(loss) for loss in HEADS}, HEADED, BATCH)
     for loss in HEADS:
@@ -129,7 +127,7 @@ def short_loops(p, x):
 
 def test_prefetch_in_short_loops():
     plan = zerojax.plan({"params": SHORT}, stage=3, mesh=make_mesh(), stacked=".")
-    grad = jax.jit(zerojax.value_and_grad(short_loops, plan, schedule=zerojax.Schedule(prefetch=1)))
+    grad = jax.jit(value_and_grad(short_loops, plan, prefetch=1))
     got = grad(plan.place({"params": SHORT})["params"], BATCH["x"])
     assert_close(got, jax.jit(jax.value_and_grad(short_loops))(SHORT, BATCH["x"]), 1e-6)
 
@@ -139,7 +137,7 @@ def test_prefetch_keeps_no_weights_of_nested_loops():
     loss = lambda p, b: end(scan(lambda x, g: scan(dense, x, g), b["x"], p))
     specs = dict.fromkeys("wb", jax.sharding.PartitionSpec(None, None, "data"))
     plan = zerojax.plan({"params": grouped}, mesh=make_mesh(), stacked=".", overrides=specs)
-    grad = jax.jit(zerojax.value_and_grad(loss, plan, schedule=zerojax.Schedule(prefetch=1)))
+    grad = jax.jit(value_and_grad(loss, plan, prefetch=1))
     traced = grad.trace(plan.place({"params": grouped})["params"], BATCH)
     loops, kept = kept_by_loops(traced.jaxpr, least=DIM * DIM)
     assert loops >= 4, "two nested ones of forward, two of backward"

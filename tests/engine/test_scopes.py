@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import zerojax
+from tests.support.reference import train_state
 
 
 def scoped_loss(params, tokens):
@@ -37,7 +37,7 @@ def scoped(gpu_code):
     mlp = {"up": jnp.ones((256, 512)), "down": jnp.ones((512, 256))}
     params = {"layers": jax.tree.map(lambda x: jnp.stack([x] * 4), mlp), "top": [mlp, mlp]}
     params |= {"embed": jnp.ones((512, 256)), "head": jnp.ones((256, 512))}
-    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    state = train_state(params, optax.sgd(1.0))
     plan = zerojax.plan(state, stage=3, mesh=zerojax.aot.mesh("8xH100"))
     tokens = zerojax.aot.batch(jax.ShapeDtypeStruct((4096,), jnp.int32), plan)
     compiled = zerojax.train_step(scoped_loss).lower(plan.abstract(), tokens).compile()

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import zerojax
-from tests.support.reference import assert_close
-from tests.support.schedules import scheduled
+from tests.support.reference import assert_close, train_state
+from tests.support.schedules import value_and_grad
 
 
 def linear_with(dtype):
@@ -37,7 +36,7 @@ def make(width):
     weights = lambda *shape: (draw.normal(size=(*shape, width, width)) / 4).astype(jnp.bfloat16)
     params = {name: weights() for name in ("called", "checkpointed", "wider")}
     params["stack"] = weights(3)
-    return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.5))
+    return train_state(params, optax.sgd(0.5))
 
 
 def loss(params, x, wrap=lambda layer: layer):
@@ -62,8 +61,6 @@ def test_a_wider_gradient_is_rounded_to_the_dtype_of_its_parameter(width, stage,
     assert wanted["stack"].dtype == jnp.float32, "JAX takes it"
     plan = zerojax.plan(state, stage=stage, stacked="stack")
     wrapped = functools.partial(loss, wrap=wrap)
-    value, grads = jax.jit(zerojax.value_and_grad(wrapped, plan, **scheduled(options)))(
-        state.params, x
-    )
+    value, grads = jax.jit(value_and_grad(wrapped, plan, **options))(state.params, x)
     assert float(value) == pytest.approx(float(wanted_loss), rel=1e-2)
     assert_close(grads, jax.tree.map(lambda x: np.asarray(x, jnp.bfloat16), wanted), 1e-2)

@@ -5,13 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, PartitionSpec as P
 
 import zerojax
 from tests.conftest import make_mesh
 from tests.support import draw
-from tests.support.reference import assert_close
+from tests.support.reference import assert_close, train_state
 
 PARAMS = {"w": draw.normal(0, 12, 16) / 4, "out": jnp.ones((16, 4)) / 8}
 DRAWN = np.random.default_rng(0)
@@ -33,7 +32,7 @@ def recurrent(params, batch):
 
 
 def placed(**options):
-    state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.sgd(1.0))
+    state = train_state(PARAMS, optax.sgd(1.0))
     return zerojax.shard_train_state(state, **options)
 
 

@@ -11,7 +11,7 @@ from tests.conftest import make_mesh
 from tests.support import draw
 from tests.support.collectives import collectives, every_equation
 from tests.support.reference import assert_close
-from tests.support.schedules import scheduled
+from tests.support.schedules import value_and_grad
 from zerojax._features import xla_options
 
 DIM, VOCAB, LAYERS = 16, 96, 3
@@ -74,9 +74,7 @@ def test_chunks_have_the_masked_mean_and_gradients_of_one_device(
 ):
     params = plan.place({"params": PARAMS})["params"]
     options = {"accumulate": accumulate, "prefetch": prefetch}
-    value, grads = jax.jit(zerojax.value_and_grad(loss(way, size), plan, **scheduled(options)))(
-        params, BATCH
-    )
+    value, grads = jax.jit(value_and_grad(loss(way, size), plan, **options))(params, BATCH)
 
     one_device = jax.value_and_grad(loss(in_one_piece, size))
     wanted, wanted_grads = jax.jit(one_device)(PARAMS, BATCH)
@@ -89,9 +87,7 @@ def test_chunks_have_the_masked_mean_and_gradients_of_one_device(
 def test_the_head_is_gathered_and_reduced_once_for_all_chunks(way, size, plan):
     """In the dtype in which the chunks use it; the gradient of all chunks is one array."""
     for prefetch, gathers in ((0, 2), (1, 1)):
-        grad = zerojax.value_and_grad(
-            loss(way, size, "bfloat16"), plan, schedule=zerojax.Schedule(prefetch=prefetch)
-        )
+        grad = value_and_grad(loss(way, size, "bfloat16"), plan, prefetch=prefetch)
         jaxpr = jax.make_jaxpr(grad)(plan.abstract()["params"], BATCH)
         moved = [c for c in collectives(jaxpr) if c.elements == DIM * VOCAB]
         assert {c.dtype for c in moved} == {"bfloat16"} and {c.times for c in moved} == {1}
@@ -104,9 +100,7 @@ def test_the_head_is_gathered_and_reduced_once_for_all_chunks(way, size, plan):
 def test_backward_waits_for_the_chunks_of_forward(size, plan, monkeypatch):
     """It needs nothing of them: XLA would run them last, and keep head and rows until then."""
     monkeypatch.setattr(xla_options, "mixes_up_collectives", lambda mesh: False)  # as on GPUs
-    grad = zerojax.value_and_grad(
-        loss(by_map, size, "bfloat16"), plan, schedule=zerojax.Schedule(prefetch=1)
-    )
+    grad = value_and_grad(loss(by_map, size, "bfloat16"), plan, prefetch=1)
     jaxpr = jax.make_jaxpr(grad)(plan.abstract()["params"], BATCH)
     (body,) = [e.params["jaxpr"] for e in every_equation(jaxpr) if e.primitive.name == "shard_map"]
     head = next(e.outvars[0] for e in body.eqns if e.outvars[0].aval.shape == (DIM, VOCAB))

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.support.reference import assert_close
+from tests.support.reference import assert_close, train_state
 
 X = np.random.default_rng(0).normal(size=(16, 84)).astype(np.float32)
 NET = nn.Dense(13)  # of neither dimension do 8 devices divide the kernel
@@ -177,7 +177,7 @@ def test_debug_flags_of_jax_say_where_a_bad_value_comes_from(stage, rows):
 
     def step_on(x, b, **flags):
         params = {"w": jnp.ones((rows, 31)), "b": jnp.float32(b)}
-        state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+        state = train_state(params, optax.sgd(0.1))
         state = zerojax.shard_train_state(state, stage=stage, mesh=make_mesh(2))
         with jax.debug_nans("nans" in flags), jax.debug_infs("infs" in flags):
             return zerojax.train_step(loss)(state, {"x": np.full((8, rows), x, np.float32)})

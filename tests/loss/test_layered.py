@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import zerojax
 from tests.conftest import make_mesh
 from tests.support.collectives import collectives, scans_of
 from tests.support.models import gpt, gpt_block, gpt_params, norm
-from tests.support.reference import assert_close
-from tests.support.schedules import scheduled
+from tests.support.reference import assert_close, train_state
+from tests.support.schedules import scheduled, train_step, value_and_grad
 from zerojax.tools._forecast import presets as _presets
 
 LAYERS, DIM, TOKENS, ROWS = 3, 32, 8, 16
@@ -24,9 +23,7 @@ X = np.asarray(jax.random.normal(DRAWN[1], (ROWS, DIM)))
 
 def grad_of(loss, params, order, devices=4, **options):
     plan = zerojax.plan({"params": params}, mesh=make_mesh(devices))
-    return zerojax.value_and_grad(
-        loss, plan, **scheduled({"order": order, "accumulate": 4} | options)
-    )
+    return value_and_grad(loss, plan, **({"order": order, "accumulate": 4} | options))
 
 
 def both(loss, params, *args, **options):
@@ -167,7 +164,7 @@ def test_steps_for_gpus_keep_the_contract_of_one_microbatch():
     model = _presets.Gpt(4, 256, 4, vocab=512, tokens=64)
     made = {}
     for order in ("microbatches", "layers"):
-        step = zerojax.train_step(model.loss, accumulate=4, schedule=zerojax.Schedule(order=order))
+        step = train_step(model.loss, accumulate=4, order=order)
         options = {"gpus": "8xH100", "stages": 3, "precision": zerojax.Precision("bfloat16")}
         forecast = zerojax.forecast(
             step, model.make_state, model.batch(8 * 4 * 2), **scheduled(options)
@@ -223,16 +220,14 @@ NO_LAYERS = r"the loss has no scan over stacked parameters. Stack the layers \(j
 )
 def test_a_loss_without_such_layers_runs_one_microbatch_after_another(loss, why):
     params = {"w": 0.1 * jax.random.normal(DRAWN[0], (3, DIM, DIM))}
-    make = lambda: TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
-    step = zerojax.train_step(loss, accumulate=2, schedule=zerojax.Schedule(order="layers"))
+    make = lambda: train_state(params, optax.sgd(0.1))
+    step = train_step(loss, accumulate=2, order="layers")
     with pytest.warns(UserWarning, match=f"order='layers' is left out: {why}"):
         new, metrics = step(zerojax.shard_train_state(make), X)
     assert re.search(f"order='layers' is left out: {why}", repr(step))
     wanted = make().apply_gradients(grads=jax.grad(loss)(params, X))
     assert_close(new.params, wanted.params, 1e-5)
     assert float(metrics["loss"]) == pytest.approx(float(loss(params, X)), rel=1e-5)
-    backward = zerojax.train_step(
-        loss, accumulate=2, schedule=zerojax.Schedule(order="layers", update="backward")
-    )
+    backward = train_step(loss, accumulate=2, order="layers", update="backward")
     with pytest.raises(ValueError, match=rf"update='backward' of 2 microbatches .*{why}"):
         backward(zerojax.shard_train_state(make), X)

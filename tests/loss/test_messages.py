@@ -19,7 +19,7 @@ from tests.conftest import make_mesh
 from tests.support.linear import BATCH, EVAL, STEP, loss, made, noisy, placed
 from tests.support.models import convnet
 from tests.support.reference import make_state
-from tests.support.schedules import scheduled
+from tests.support.schedules import train_step, value_and_grad
 from zerojax import pad_batch, shard_batch
 from zerojax.run import process_slice
 
@@ -36,7 +36,7 @@ def call(function, *args, **options):
 
 def train(loss=loss, batch=BATCH, state=placed, **options):
     """Calls a step of this loss."""
-    return lambda: zerojax.train_step(loss, **scheduled(options))(state(), batch)
+    return lambda: train_step(loss, **options)(state(), batch)
 
 
 def returns(of_batch):
@@ -50,7 +50,7 @@ def named(params, batch, *_):
 def grads(batch, *rest, devices=8, **options):
     def use():
         plan = zerojax.plan(made(), mesh=make_mesh(devices))
-        zerojax.value_and_grad(named, plan, **scheduled(options))(made().params, batch, *rest)
+        value_and_grad(named, plan, **options)(made().params, batch, *rest)
 
     return use
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
 
 import zerojax
 from tests.conftest import make_mesh
+from tests.support.reference import train_state
 
 VOCAB, DIM, TOKENS = 512, 32, 4096
 NARROW = zerojax.Precision(compute="bfloat16")
@@ -60,7 +60,7 @@ def test_a_table_that_the_loss_constrains_has_it_too():
 
 def test_a_step_whose_parameters_rest_in_bfloat16_updates_by_the_whole_gradient():
     params = {"table": jnp.ones((VOCAB, DIM))}
-    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.5))
+    state = train_state(params, optax.sgd(0.5))
     stored = zerojax.Precision(param="bfloat16", master="float32")
     state = zerojax.shard_train_state(state, stage=3, precision=stored)
     state, _ = zerojax.train_step(of_rows(READS["indexed"]))(state, jnp.full(TOKENS, 3))

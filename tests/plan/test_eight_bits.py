@@ -16,7 +16,7 @@ from tests.plan.test_precision import MOMENTS, dtypes, made
 from tests.plan.test_rounding import numbers
 from tests.support.compared import masters_of, moments_of
 from tests.support.reference import assert_equal_bits
-from tests.support.schedules import scheduled
+from tests.support.schedules import train_step
 from zerojax import _compat
 from zerojax._plan import encodings, kept
 
@@ -243,7 +243,7 @@ def test_sharding_changes_no_bit(precision, stage, dim, placed, options):
     one = jax.jit(lambda s, batch: s.apply_gradients(grads=jax.grad(linear)(s.params, batch)))
     placed = {"mesh": TWO} | placed
     state = zerojax.shard_train_state(drawn(dim), stage, precision=precision, **placed)
-    step = zerojax.train_step(linear, **scheduled(options))
+    step = train_step(linear, **options)
     for seed in range(3):
         batch = np.random.default_rng(seed).integers(0, below, (32, dim)).astype("f")
         wanted = one(wanted, batch)

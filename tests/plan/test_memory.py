@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import zerojax
 from tests.conftest import make_mesh
 from tests.support.models import gpt_params
-from tests.support.reference import tree_bytes
+from tests.support.reference import train_state, tree_bytes
 
 DEVICES = 8
 MASTERS = zerojax.Precision(param="bfloat16", master="float32")
@@ -17,7 +16,7 @@ MASTERS = zerojax.Precision(param="bfloat16", master="float32")
 
 def gpt_state(**sizes):
     params = gpt_params(**sizes)
-    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+    return train_state(params, optax.adam(1e-3))
 
 
 @pytest.mark.parametrize(

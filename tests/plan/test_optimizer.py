@@ -5,13 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.conftest import make_mesh
 from tests.support.models import OPTIMIZERS, gpt_params
-from tests.support.reference import assert_close
+from tests.support.reference import assert_close, train_state
 from tests.support.shapes import shape, specs
 
 
@@ -50,7 +49,7 @@ def test_an_optimizer_that_reshapes_parameters_is_sharded_by_its_own_shapes():
     params = {"conv": np.ones((3, 8, 16), "f"), "w": np.ones((16, 8), "f")}
     loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2) + jnp.mean(p["conv"] ** 2)
     tx, x = optax.flatten(optax.adam(0.1)), np.ones((8, 16), np.float32)
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = train_state(params, tx)
     one = jax.jit(lambda s, x: s.apply_gradients(grads=jax.grad(loss)(s.params, x)))(state, x)
     plan = zerojax.plan(state, mesh=make_mesh(2))
     refused = "sharding types refuse what tx.init does (ShardingTypeError)"

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.support.reference import assert_equal_bits
+from tests.support.reference import assert_equal_bits, train_state
 
 COLLECTIVES = r"= \S+ (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\("
 W = np.arange(1, 257 * 5 + 1, dtype=np.float32).reshape(257, 5)
@@ -21,7 +20,7 @@ SIX = make_mesh(6)
 
 
 def made():
-    state = TrainState.create(apply_fn=None, params={"w": W}, tx=optax.adam(0.1))
+    state = train_state({"w": W}, optax.adam(0.1))
     adam, *rest = state.opt_state
     return state.replace(opt_state=(adam._replace(mu={"w": W}), *rest))
 
@@ -151,7 +150,7 @@ def test_parameters_replaced_by_logical_ones_are_updated_in_groups():
     mesh = jax.sharding.Mesh(SIX.devices.reshape(2, 3), ("node", "gpu"))
     groups = {"params": "gpu", "grads": "gpu", "opt_state": ("gpu", "node")}
     params = {"w": np.ones((4, 13, 13), "f")}
-    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    state = train_state(params, optax.sgd(1.0))
     state = zerojax.shard_train_state(state, mesh=mesh, groups=groups, stacked="w")
     step = zerojax.train_step(lambda params, x: jnp.sum(params["w"]) + jnp.mean(x))
     state, _ = step(state.replace(params={"w": 3 * params["w"]}), np.ones(6, np.float32))
@@ -187,7 +186,7 @@ def test_an_update_of_ones_own_moves_nothing_and_clears_the_padding():
 def test_flaxs_error_about_a_shape_has_a_note_in_a_step():
     model = nn.Dense(257)
     params = {"kernel": np.ones((31, 257), "f"), "bias": np.ones(257, "f")}
-    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    state = train_state(params, optax.sgd(0.1))
     state = zerojax.shard_train_state(state, mesh=SIX)
     held = state.params
     loss = lambda params, x: jnp.mean(model.apply({"params": held}, x) * params["bias"])

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import zerojax
 from tests.conftest import make_mesh
 from tests.support.linear import BATCH
-from tests.support.reference import assert_equal_bits
+from tests.support.reference import assert_equal_bits, train_state
 from tests.support.shapes import shape
 
 HALF = {"compute": "bfloat16", "param": "bfloat16"}
@@ -28,7 +28,7 @@ TWO = make_mesh(2)
 
 def made(tx=None, **params):
     params = params or {"w": np.full((64, 16), 1 + 2**-12, "f"), "ids": np.arange(8)}
-    return TrainState.create(apply_fn=None, params=params, tx=tx or optax.sgd(0.1, 0.9))
+    return train_state(params, tx or optax.sgd(0.1, 0.9))
 
 
 def dtypes(tree):

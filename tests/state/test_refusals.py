@@ -8,12 +8,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 
 import zerojax
 import zerojax.nnx
 from tests.support.linear import BATCH, EVAL, STEP, loss, made, placed
 from tests.support.nnx_models import make
+from tests.support.reference import train_state
 from tests.support.shapes import shape
 
 W = np.arange(-2, 2, dtype="f")
@@ -67,7 +67,7 @@ def with_a_batch_that_is_gone():
 
 
 def with_parameters_in_one_array():
-    state = TrainState.create(apply_fn=None, params=np.ones((64, 16), "f"), tx=optax.sgd(0.1))
+    state = train_state(np.ones((64, 16), "f"), optax.sgd(0.1))
     step = zerojax.train_step(lambda w, batch: jnp.mean((batch @ w) ** 2))
     step(zerojax.shard_train_state(state), BATCH)
 

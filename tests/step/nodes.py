@@ -9,7 +9,7 @@ import optax
 
 import zerojax
 from tests.support.collectives import collectives
-from tests.support.schedules import scheduled
+from tests.support.schedules import train_step
 
 LAYERS, DIM = 4, 64
 AXES = ("node", "gpu")
@@ -40,7 +40,7 @@ def planned(tx=SGD, **placing):
 
 def traced(plan, loss=loss, tx=SGD, **options):
     """The jaxpr of a step."""
-    step = zerojax.train_step(loss, tx=tx, plan=plan, **scheduled(options))
+    step = train_step(loss, tx=tx, plan=plan, **options)
     return step.trace(plan.abstract(), BATCH).jaxpr
 
 

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.training.train_state import TrainState
 
 import zerojax
 from tests.conftest import make_mesh
 from tests.support.models import EPS
-from tests.support.reference import assert_close, split_aux
-from tests.support.schedules import scheduled
+from tests.support.reference import assert_close, split_aux, train_state
+from tests.support.schedules import train_step
 
 ALL = zerojax.Offload(min_bytes=0)
 BATCH = np.arange(32) % 60
@@ -27,7 +26,7 @@ def stacks(tx=None, dim=32, layers=3):
         "blocks": {"w": normal(keys[0], layers, dim, dim), "norm": jnp.ones((layers, dim))},
         "embed": normal(keys[1], 2 * dim, dim),
     }
-    return TrainState.create(apply_fn=None, params=params, tx=tx or adam())
+    return train_state(params, tx or adam())
 
 
 def loop(x, layers, **options):
@@ -44,7 +43,7 @@ def trained(make=stacks, loss=loss, placing=None, **options):
     """A step, the state after it and its metrics."""
     placing = {"mesh": make_mesh(2), **(placing or {})}
     state = zerojax.shard_train_state(make, **placing)
-    step = zerojax.train_step(loss, **scheduled(options))
+    step = train_step(loss, **options)
     return step, *jax.block_until_ready(step(state, BATCH))
 
 
@@ -80,6 +79,6 @@ def on_gpus(gpus, stage=3, update="after", offload=None, layers=8):
     batch = zerojax.aot.batch(jax.ShapeDtypeStruct((64,), "int32"), plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step = zerojax.train_step(loss, plan=plan, schedule=zerojax.Schedule(update=update))
+        step = train_step(loss, plan=plan, update=update)
         compiled = step.lower(plan.abstract(), batch).compile()
     return plan, compiled, zerojax.audit(compiled, plan=plan)

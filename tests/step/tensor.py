@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import zerojax
+from tests.support.reference import train_state
 
 LAYERS, DIM, INNER = 4, 32, 64
 SPECS = {"up": P(None, None, "tensor"), "down": P(None, "tensor", None)}
@@ -30,7 +30,7 @@ def make_state():
         name: jax.random.normal(key, shape) / 8
         for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)
     }
-    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+    return train_state(params, optax.adam(1e-2))
 
 
 def placed(mesh, stage):

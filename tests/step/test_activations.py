@@ -16,7 +16,7 @@ from tests.support import audits, steps
 from tests.support.audits import DIM, LAYERS
 from tests.support.collectives import collectives, scans_of
 from tests.support.reference import assert_close
-from tests.support.schedules import scheduled
+from tests.support.schedules import train_step, value_and_grad
 from tests.support.steps import BOTH
 
 ROWS = 256  # of a device; of fewer, a layer's input would be too small to travel
@@ -43,7 +43,7 @@ plain = functools.partial(checkpointed, wrap=lambda layer: layer)
 def traced(loss, stage=3, devices=8, offload=None, rows=ROWS, **options):
     """The jaxpr of a step, for shapes."""
     plan = zerojax.plan(audits.make_state, stage=stage, mesh=make_mesh(devices), offload=offload)
-    step = zerojax.train_step(loss, **scheduled(options))
+    step = train_step(loss, **options)
     return step.trace(plan.abstract(), audits.tokens(plan, rows)).jaxpr
 
 
@@ -121,9 +121,7 @@ def test_value_and_grad_has_it_too():
     plan = zerojax.plan(audits.make_state, stage=3)
     args = plan.abstract().params, audits.tokens(plan, ROWS)
     for where in ("host", None):
-        grad = zerojax.value_and_grad(
-            checkpointed, plan, schedule=zerojax.Schedule(activations=where)
-        )
+        grad = value_and_grad(checkpointed, plan, activations=where)
         assert ("<host>" in str(jax.make_jaxpr(grad)(*args))) == (where is not None)
 
 
@@ -164,7 +162,7 @@ def test_parts_in_host_memory():
 def test_on_gpus_they_travel_by_the_copy_engines(gpus, loss, where):
     mesh, layers, dim, rows = zerojax.aot.mesh(gpus), 8, 512, 2048
     plan = zerojax.plan(lambda: audits.make_state(None, layers, dim), stage=3, mesh=mesh)
-    step = zerojax.train_step(loss, plan=plan, schedule=zerojax.Schedule(activations=where))
+    step = train_step(loss, plan=plan, activations=where)
     batch = zerojax.aot.batch(jax.ShapeDtypeStruct((rows * mesh.size,), "int32"), plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of older JAX, which reads them by kernels

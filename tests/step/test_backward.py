@@ -14,8 +14,8 @@ from tests.step import stacks
 from tests.step.stacks import BATCH, adam, is_on_host, loop, loss, on_gpus
 from tests.support import steps
 from tests.support.collectives import every_equation
-from tests.support.reference import assert_close
-from tests.support.schedules import scheduled
+from tests.support.reference import assert_close, train_state
+from tests.support.schedules import train_step
 
 LAYERS, DIM = 3, 32
 OWN, PART = (LAYERS, DIM, DIM), (LAYERS, DIM // 2, DIM)
@@ -35,7 +35,7 @@ def carried_by_updates(jaxpr):
 
 def carried(make=stacks.stacks, loss=loss, stage=3, update="backward", **options):
     plan = zerojax.plan(make, stage=stage, mesh=make_mesh(2))
-    step = zerojax.train_step(loss, **scheduled({"update": update} | options))
+    step = train_step(loss, **({"update": update} | options))
     return carried_by_updates(step.trace(plan.abstract(), BATCH).jaxpr)
 
 
@@ -80,7 +80,7 @@ def averaged():
 
 def with_a_teacher():
     params = {**stacks.stacks().params, "teacher": stacks.stacks().params["blocks"]}
-    return TrainState.create(apply_fn=None, params=params, tx=adam())
+    return train_state(params, adam())
 
 
 def probed(params, batch):
@@ -140,7 +140,7 @@ def test_a_pair_and_its_optimizer():
     tx, params = adam(), stacks.stacks().params
     pair = (params, tx.init(params))
     plan = zerojax.plan(pair, tx=tx, mesh=make_mesh(2), offload=stacks.ALL)
-    step = zerojax.train_step(loss, plan=plan, tx=tx, schedule=zerojax.Schedule(update="backward"))
+    step = train_step(loss, plan=plan, tx=tx, update="backward")
     state, _ = step(plan.place(pair), BATCH)
     wanted, _ = stacks.on_one_device()
     assert_close(jax.device_get(state), (wanted.params, wanted.opt_state))

@@ -13,7 +13,7 @@ from tests.step.nodes import AXES, BATCH, LAYERS, LEVELS, PARAMS
 from tests.support import audits
 from tests.support.collectives import collectives
 from tests.support.reference import assert_equal_bits
-from tests.support.schedules import scheduled
+from tests.support.schedules import train_step, value_and_grad
 
 GPU, NODE = ("gpu",), ("node",)
 INT8 = {"gather": "int8", "reduce": "int8"}
@@ -32,7 +32,7 @@ def off(grads):
 
 
 def grads_of(plan, params=PARAMS, **options):
-    return jax.jit(zerojax.value_and_grad(nodes.loss, plan, **scheduled(options)))(params, BATCH)[1]
+    return jax.jit(value_and_grad(nodes.loss, plan, **options))(params, BATCH)[1]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_the_plan_says_what_travels_as_codes():
 def step_on_gpus(where, shape, axes, **precision):
     options = {"axis": axes, "precision": zerojax.Precision(**precision)}
     plan = zerojax.plan(audits.make_state, mesh=zerojax.aot.mesh(where, shape, axes), **options)
-    step = zerojax.train_step(audits.loss, plan=plan, schedule=zerojax.Schedule(prefetch=1))
+    step = train_step(audits.loss, plan=plan, prefetch=1)
     return step, plan.abstract(), audits.tokens(plan)
 
 

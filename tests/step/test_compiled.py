@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 
 import zerojax
@@ -19,7 +18,7 @@ import zerojax.nnx
 from tests.conftest import make_mesh
 from tests.support import nnx_models
 from tests.support.processes import python
-from tests.support.reference import assert_close
+from tests.support.reference import assert_close, train_state
 
 TX = optax.adam(1e-2)
 ROWS = np.linspace(-1, 1, 16 * 32, dtype="f").reshape(16, 32)
@@ -30,7 +29,7 @@ def loss(params, x):
 
 
 def make():
-    return TrainState.create(apply_fn=None, params={"w": jnp.ones((32, 64))}, tx=TX)
+    return train_state({"w": jnp.ones((32, 64))}, TX)
 
 
 def placed(stage=3, devices=8):
@@ -164,7 +163,7 @@ def test_state_in_host_memory_stays_there_on_axes_of_two_types(how, tmp_path):
     """JAX says that its replicated arrays are not."""
     mesh = jax.make_mesh((4, 2), ("node", "gpu"), axis_types=(AxisType.Auto, AxisType.Explicit))
     params = {"scale": jnp.ones(3), "w": jnp.ones((32, 64)) / 9}
-    make = lambda: TrainState.create(apply_fn=None, params=params, tx=TX)
+    make = lambda: train_state(params, TX)
     offload = zerojax.Offload(params=True, min_bytes=0)
     plan = zerojax.plan(make, stage=3, mesh=mesh, axis=("node", "gpu"), offload=offload)
     step = zerojax.train_step(lambda params, x: loss(params, x) * params["scale"][0])

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import zerojax
@@ -19,8 +18,8 @@ import zerojax.nnx
 from tests.conftest import make_mesh
 from tests.step import tensor
 from tests.support.families import BATCH, FAMILIES
-from tests.support.reference import assert_close
-from tests.support.schedules import scheduled
+from tests.support.reference import assert_close, train_state
+from tests.support.schedules import train_step
 from zerojax.tools._forecast.mfu import needed_flops
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -38,7 +37,7 @@ def types(tree):
 def make():
     params = {f"b{n}": {"w": np.ones((60, 60), "f") / 60} for n in range(2)}
     params["v"] = np.ones(64, "f")
-    return TrainState.create(apply_fn=None, params=params, tx=optax.contrib.muon(1e-2))
+    return train_state(params, optax.contrib.muon(1e-2))
 
 
 def loss(params, x):
@@ -50,7 +49,7 @@ def loss(params, x):
 def trained(state, loss, batch, **options):
     """The state and metrics after two steps, and how many operations of each kind the program has:
     of one program, whose inputs are donated, and which keeps types."""
-    before, step = types(state), zerojax.train_step(loss, **scheduled(options))
+    before, step = types(state), train_step(loss, **options)
     text = step.lower(state, batch).compile().as_text()
     for _ in range(2):
         old, (state, metrics) = state, step(state, batch)
@@ -156,7 +155,7 @@ def beside(kind, spec, tx):
     mesh = retyped(tensor.cpu_mesh(), kind, kind)
     w = np.random.default_rng(0).normal(size=(64, 64)).astype("f")
     params = {"w": jax.device_put(w, NamedSharding(mesh, spec)), "scale": np.ones(64, "f")}
-    return mesh, TrainState.create(apply_fn=None, params=params, tx=tx)
+    return mesh, train_state(params, tx)
 
 
 PLACED = [P(None, "tensor"), P("tensor", None)]  # over which shards end within a block, or not
@@ -369,7 +368,7 @@ WITH_AXES = nn.with_partitioning(nn.initializers.ones, (None, "model"))
 
 def make_linen():
     params = nn.Dense(64, kernel_init=WITH_AXES).init(jax.random.key(0), ROWS[:, :32])["params"]
-    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+    return train_state(params, optax.adam(1e-2))
 
 
 def make_nnx():

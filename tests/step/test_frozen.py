@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import zerojax
 from tests.conftest import make_mesh
 from tests.step import nodes
 from tests.step.nodes import BATCH, LAYERS, LEVELS, PARAMS
 from tests.support.collectives import collectives
-from tests.support.reference import assert_close
+from tests.support.reference import assert_close, train_state
 
 ADAM = optax.adam(1e-2)
 LABELS = {"w": "frozen", "x": "trained"}
@@ -59,7 +58,7 @@ def test_what_is_frozen_is_read_off_the_optimizer(freeze, paths):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_frozen_has_no_moments_and_no_masters(stage):
     precision = zerojax.Precision(param="bfloat16", master="float32")
-    state = TrainState.create(apply_fn=None, params=PARAMS, tx=selective(ADAM))
+    state = train_state(PARAMS, selective(ADAM))
     for copies, options in ((2, {}), (3, {"precision": precision})):
         plan = zerojax.plan(state, stage=stage, mesh=make_mesh(2), **options)
         part, counter = 4 * SIZE // (2 if stage else 1), 4
@@ -99,7 +98,7 @@ def test_a_compiled_step_has_no_room_for_gradients_of_what_is_frozen():
         return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
 
     def temporary(tx):
-        state = TrainState.create(apply_fn=None, params=params, tx=tx)
+        state = train_state(params, tx)
         plan = zerojax.plan(state, stage=0, mesh=make_mesh(2))
         compiled = zerojax.train_step(loss).lower(plan.abstract(), w[0, :16]).compile()
         return compiled.memory_analysis().temp_size_in_bytes

@@ -11,7 +11,7 @@ import zerojax
 from tests.conftest import is_here, make_mesh
 from tests.support.models import mlp
 from tests.support.reference import assert_close, make_state, shardings
-from tests.support.schedules import scheduled
+from tests.support.schedules import value_and_grad
 
 PARAMS = {"w": jnp.ones((16, 8))}
 X = jnp.ones((16, 16))
@@ -20,7 +20,7 @@ PLAN = zerojax.plan({"params": PARAMS}, mesh=make_mesh(4))
 
 
 def grad(loss, *args, **options):
-    return zerojax.value_and_grad(loss, PLAN, **scheduled(options))(*args)
+    return value_and_grad(loss, PLAN, **options)(*args)
 
 
 def test_drop_in_for_a_loop_of_ones_own():

@@ -10,7 +10,7 @@ import zerojax
 from tests.conftest import make_mesh
 from tests.support import linear
 from tests.support.linear import BATCH
-from tests.support.schedules import scheduled
+from tests.support.schedules import train_step, value_and_grad
 
 PARAMS = {"w": np.ones((64, 16), np.float32)}
 MESH = make_mesh(2)
@@ -30,7 +30,7 @@ def fields():
 
 
 def step(loss=linear.loss, **options):
-    return zerojax.train_step(loss, **scheduled(options))
+    return train_step(loss, **options)
 
 
 def traced(plan_or_state, loss=linear.loss, **options):
@@ -41,7 +41,7 @@ def traced(plan_or_state, loss=linear.loss, **options):
 
 
 def grad(loss, *args, plan=PLAN, **options):
-    return zerojax.value_and_grad(loss, plan, **scheduled(options))(*args)
+    return value_and_grad(loss, plan, **options)(*args)
 
 
 def two(params, x, y):

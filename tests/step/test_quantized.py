@@ -9,15 +9,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
 from tests.support import nnx_models
 from tests.support.collectives import collectives, every_equation
-from tests.support.reference import assert_close, assert_equal_bits
-from tests.support.schedules import scheduled
+from tests.support.reference import assert_close, assert_equal_bits, train_state
+from tests.support.schedules import train_step
 from zerojax.checkpoint import export_safetensors, import_safetensors
 from zerojax.manual import dequantized
 
@@ -69,7 +68,7 @@ rematted = functools.partial(scanned, wrap=jax.checkpoint)
 
 def state_of(params=PARAMS, frozen=FROZEN):
     tx = optax.selective_transform(optax.adam(1e-2), freeze_mask=frozen)
-    return TrainState.create(apply_fn=None, params=params, tx=tx)
+    return train_state(params, tx)
 
 
 def listed_state():
@@ -127,7 +126,7 @@ def test_steps_are_those_of_one_device_with_the_same_weights(loss, stage, make):
 
 def traced(loss, state, stage=3, **options):
     plan = zerojax.plan(state, stage=stage)
-    return zerojax.train_step(loss, **scheduled(options)).trace(plan.abstract(), BATCH).jaxpr
+    return train_step(loss, **options).trace(plan.abstract(), BATCH).jaxpr
 
 
 @pytest.mark.parametrize(
@@ -247,7 +246,7 @@ def test_a_mask_that_is_a_function_keeps_its_optimizer_state():
         lambda path, _: "base" in jax.tree_util.keystr(path), params
     )
     tx = optax.multi_transform({True: optax.set_to_zero(), False: optax.adam(1e-2)}, frozen)
-    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    state = train_state(PARAMS, tx)
     state = state.apply_gradients(grads=PARAMS)  # moments that are not zeros
     packed = zerojax.quantized(state)
     assert_equal_bits(jax.tree.leaves(packed.opt_state), jax.tree.leaves(state.opt_state))
@@ -345,7 +344,7 @@ def test_integers_of_others_rest_and_travel_as_they_are():
 
 
 def test_what_the_optimizer_updates_is_not_put_into_codes():
-    trained = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.sgd(0.1))
+    trained = train_state(PARAMS, optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"found no frozen matrix in the state\. Pass where="):
         zerojax.quantized(trained)
     with pytest.raises(ValueError, match=r"params/base/w rests as nf4 .*Freeze it, as in optax"):

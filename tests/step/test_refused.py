@@ -11,6 +11,7 @@ from tests.conftest import make_mesh
 from tests.step import nodes, stacks
 from tests.step.nodes import AXES
 from tests.support import audits
+from tests.support.schedules import train_step
 
 FLAT = {"axis": AXES}
 
@@ -30,7 +31,7 @@ def regather(names, placing=FLAT):
 def in_backward(make=stacks.stacks, loss=stacks.loss, devices=2):
     def trace():
         plan = zerojax.plan(make, mesh=make_mesh(devices))
-        step = zerojax.train_step(loss, schedule=zerojax.Schedule(update="backward"))
+        step = train_step(loss, update="backward")
         step.trace(plan.abstract(), stacks.BATCH)
 
     return trace
@@ -39,7 +40,7 @@ def in_backward(make=stacks.stacks, loss=stacks.loss, devices=2):
 def activations(where):
     def trace():
         plan = zerojax.plan(audits.make_state)
-        step = zerojax.train_step(audits.loss, schedule=zerojax.Schedule(activations=where))
+        step = train_step(audits.loss, activations=where)
         step.trace(plan.abstract(), audits.tokens(plan))
 
     return trace
@@ -77,7 +78,7 @@ REFUSED = [
     (in_backward(loss=constant), "params/blocks/w: it has no gradient"),
     (in_backward(odd), r"w: it is padded \(pad=False replicates it\).*by itself\. Pass"),
     (
-        lambda: zerojax.train_step(stacks.loss, schedule=zerojax.Schedule(update="later")),
+        lambda: train_step(stacks.loss, update="later"),
         "must be 'backward', 'after' or 'auto', got 'later'",
     ),
     (

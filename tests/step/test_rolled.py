@@ -10,14 +10,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
 from tests.support import nnx_models
-from tests.support.reference import assert_close
-from tests.support.schedules import scheduled
+from tests.support.reference import assert_close, train_state
+from tests.support.schedules import train_step, value_and_grad
 
 DIM, LAYERS = 32, 4
 TOKENS = np.arange(8 * 12).reshape(8, 12) % 64
@@ -316,9 +315,7 @@ def planned(params):
 def gradients(params, loss, **options):
     plan = planned(params)
     placed = plan.place((jax.tree.map(jnp.asarray, params), ()))[0]
-    return jax.jit(zerojax.value_and_grad(loss, plan, **scheduled(options))).trace(
-        placed, TOKENS, KEY
-    ), placed
+    return jax.jit(value_and_grad(loss, plan, **options)).trace(placed, TOKENS, KEY), placed
 
 
 def scans(traced):
@@ -435,11 +432,9 @@ def test_layers_without_weights_of_their_own_stay_and_are_told(model, remat, say
 
 
 def trained(loss, params, **options):
-    make = lambda: TrainState.create(
-        apply_fn=None, params=jax.tree.map(jnp.asarray, params), tx=optax.sgd(0.1)
-    )
+    make = lambda: train_state(jax.tree.map(jnp.asarray, params), optax.sgd(0.1))
     state = zerojax.shard_train_state(make, stage=3, mesh=make_mesh(), min_shard_size=1)
-    return zerojax.train_step(loss, **scheduled(options)), state
+    return train_step(loss, **options), state
 
 
 @pytest.mark.parametrize(
@@ -492,10 +487,8 @@ def test_what_stays_is_told(layer, count, says):
 
 
 def test_whole_parameters_are_told():
-    step = zerojax.train_step(
-        lambda params, x: jnp.mean(x @ params["w"]), schedule=zerojax.Schedule(roll=True)
-    )
-    state = TrainState.create(apply_fn=None, params={"w": jnp.ones((32, 8))}, tx=optax.sgd(0.1))
+    step = train_step(lambda params, x: jnp.mean(x @ params["w"]), roll=True)
+    state = train_state({"w": jnp.ones((32, 8))}, optax.sgd(0.1))
     step(zerojax.shard_train_state(state, stage=2, mesh=make_mesh()), np.ones((8, 32), "f"))
     assert str(step).endswith(NOTHING + "parameter is sharded (stage 3)")
 
@@ -532,7 +525,7 @@ def test_a_rolled_layer_without_a_checkpoint_keeps_less_than_an_unrolled_one():
     shape = jax.ShapeDtypeStruct((8 * 32, 64), np.int32)
     peaks = []
     for roll in (True, False):
-        grad = jax.jit(zerojax.value_and_grad(loss, plan, schedule=zerojax.Schedule(roll=roll)))
+        grad = jax.jit(value_and_grad(loss, plan, roll=roll))
         args = plan.abstract()[0], zerojax.aot.batch(shape, plan), KEY
         peaks.append(grad.lower(*args).compile().memory_analysis().temp_size_in_bytes)
     assert peaks[0] < 0.8 * peaks[1]

@@ -16,7 +16,7 @@ from tests.conftest import make_mesh
 from tests.step import stacks
 from tests.step.stacks import ALL, BATCH, is_on_host
 from tests.support.reference import assert_close, assert_equal_bits
-from tests.support.schedules import scheduled
+from tests.support.schedules import train_step
 
 ADAM = stacks.adam()
 CLIPPED_PARTS = optax.clip_by_global_norm(1.0), ADAM
@@ -38,7 +38,7 @@ def stepped(tx, update, placed, times, loss=loss, **options):
     """The state after a step for each of `times`, its norms, the step, and the last old state."""
     place = {"mesh": make_mesh(2), **placed}
     state = zerojax.shard_train_state(lambda: stacks.stacks(tx), **place)
-    step = zerojax.train_step(loss, batch_specs=SPECS, **scheduled({"update": update} | options))
+    step = train_step(loss, batch_specs=SPECS, **({"update": update} | options))
     norms, old = [], state
     for each in times:
         old, (state, metrics) = state, step(state, batch(each))
@@ -248,9 +248,7 @@ def test_on_gpus_nothing_is_copied_within_host_memory(tx):
     tokens = zerojax.aot.batch(jax.ShapeDtypeStruct((64,), "int32"), plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an older JAX
-        step = zerojax.train_step(
-            stacks.loss, schedule=zerojax.Schedule(update="backward" if FINDS else "auto")
-        )
+        step = train_step(stacks.loss, update="backward" if FINDS else "auto")
         report = zerojax.audit(step, plan.abstract(), tokens)
     report.check()
     assert not FINDS or report.memory.host_kept > report.memory.on_host

@@ -17,8 +17,8 @@ import zerojax
 from tests.conftest import make_mesh
 from tests.support import linear, steps
 from tests.support.linear import BATCH, EVAL, STEP
-from tests.support.reference import assert_close, assert_equal_bits
-from tests.support.schedules import scheduled
+from tests.support.reference import assert_close, assert_equal_bits, train_state
+from tests.support.schedules import train_step
 
 SGD = optax.sgd(0.1)
 
@@ -32,7 +32,7 @@ def after(params):
 def start(**options):
     """A state on two devices, and a step."""
     state = zerojax.shard_train_state(linear.made(SGD), mesh=make_mesh(2))
-    return state, zerojax.train_step(linear.loss, **scheduled(options))
+    return state, train_step(linear.loss, **options)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -126,9 +126,7 @@ def test_a_step_is_used_like_what_jit_returns():
 def test_keys_by_name_and_tracers_anywhere():
     """With compiler options, which JAX allows in no other jit."""
     options = {"xla_cpu_enable_fast_math": False}
-    step = zerojax.train_step(
-        linear.noisy, donate=False, schedule=zerojax.Schedule(compiler_options=options)
-    )
+    step = train_step(linear.noisy, donate=False, compiler_options=options)
     (state, _), key = start(), jax.random.key(5)
     by_name, _ = step(state, BATCH, rng=key)
     nested, _ = jax.jit(lambda batch: step(state, batch, key))(BATCH)
@@ -190,13 +188,11 @@ def test_dispatch_is_cheap(count, options, looks):
     """JAX's own dispatch is C++. A step adds a few calls, and for each array those that look
     whether it is gone and, with compiler options, whether it is traced."""
     params = {f"w{n}": np.ones((16, 16), "f") for n in range(count)}
-    state = TrainState.create(apply_fn=None, params=params, tx=SGD)
+    state = train_state(params, SGD)
     state = zerojax.shard_train_state(state, mesh=make_mesh(2))
     batch = zerojax.shard_batch(np.ones((16, 16), np.float32), mesh=make_mesh(2))
     loss = lambda params, batch: jnp.mean((batch @ params["w0"]) ** 2)
-    step = zerojax.train_step(
-        loss, donate=False, schedule=zerojax.Schedule(compiler_options=options)
-    )
+    step = train_step(loss, donate=False, compiler_options=options)
     for _ in range(2):  # compiles, and JAX remembers
         step(state, batch)
     calls, arrays = calls_in(step, state, batch), len(jax.tree.leaves((state, batch)))

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import zerojax
@@ -25,7 +24,8 @@ from tests.step.tensor import (
     scanned,
     weights_sent,
 )
-from tests.support.schedules import scheduled
+from tests.support.reference import train_state
+from tests.support.schedules import train_step
 
 
 @functools.cache
@@ -109,9 +109,9 @@ def narrow(stage, loss, mesh=None, axis=None, precision=None, **options):
     precision = precision or zerojax.Precision(compute="bfloat16")
     mesh, params = mesh or cpu_mesh(), make_state().params
     params["up"] = jax.device_put(params["up"], NamedSharding(mesh, P(None, None, "tensor")))
-    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    state = train_state(params, optax.sgd(0.1))
     state = zerojax.shard_train_state(state, stage, mesh=mesh, axis=axis, precision=precision)
-    return zerojax.train_step(loss, **scheduled(options)), state, BATCH
+    return train_step(loss, **options), state, BATCH
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.support.schedules import scheduled
+from tests.support.reference import train_state
+from tests.support.schedules import train_step
 
 X = np.ones((8, 16), np.float32)
 NOTHING = lambda f: f
@@ -35,9 +35,9 @@ def test_layers_in_a_python_loop(layers, wrap, options):
 
     with jax.enable_x64(True):
         value, grads = jax.value_and_grad(loss)(params, X)
-        state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+        state = train_state(params, optax.sgd(0.1))
         state = zerojax.shard_train_state(state, stage=3, mesh=make_mesh(2))
-        state, metrics = zerojax.train_step(loss, **scheduled(options))(state, X)
+        state, metrics = train_step(loss, **options)(state, X)
         wanted = {"loss": value, "grad_norm": optax.tree.norm(grads)}
         assert {k: metrics[k].dtype for k in wanted} == dict.fromkeys(wanted, jnp.float32)
         for name, number in wanted.items():

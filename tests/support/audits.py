@@ -1,4 +1,4 @@
-"""Small steps to audit: a stack of layers in powers of two, for CPU devices or GPUs not there."""
+"""Small stacks of layers, for CPU devices or GPUs not there: tests of audits and steps use them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A clock that a test sets."""
+"""A clock that a test sets: `tests/run/test_meter.py` uses it."""
 
 import sys
 import time

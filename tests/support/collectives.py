@@ -1,4 +1,4 @@
-"""Collectives and loops: those of a jaxpr, before XLA, and in what order XLA may run them."""
+"""Collectives and loops of a jaxpr or a compiled module: tests of what steps send use them."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Runs a row of `tests/support/space.py` in a step, and compares it with one device."""
+"""Compares rows of `space.py` with one device, for `tests/test_pairs.py` and `tests/fuzz.py`."""
 
 import dataclasses
 import math

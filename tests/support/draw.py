@@ -1,4 +1,4 @@
-"""Arrays that numpy draws: `jax.random` is compiled for each shape."""
+"""Arrays that numpy draws, as `jax.random` compiles for each shape: tests of losses use them."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""One small model in each family of models that `tests/support/subjects.py` has not."""
+"""Models of families that `subjects.py` has not: `tests/test_families.py` and others use them."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""One linear layer: the smallest state, its loss and its steps."""
+"""One linear layer, its smallest state and its steps: tests of messages and of states use it."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The programs of a configuration as text, from shapes: see `tests/support/configurations.py`."""
+"""The programs of a configuration as text, from shapes: `configurations.py` uses them."""
 
 import functools
 import re

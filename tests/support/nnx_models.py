@@ -1,4 +1,4 @@
-"""Flax nnx models and their loop on one device."""
+"""Flax nnx models and their loop on one device: tests of nnx and of forecasts use them."""
 
 import jax.numpy as jnp
 import optax

@@ -1,4 +1,4 @@
-"""Readings of a figure: its filled boxes, and the texts that overlap or leave it."""
+"""Readings of a figure, its boxes and overlapping texts: tests of plots use them."""
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,4 +1,4 @@
-"""Readings of what is printed: the titles of a table, lines that are too long."""
+"""Readings of what is printed, titles and long lines: tests of tables and commands use them."""
 
 import html
 import re

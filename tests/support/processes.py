@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this machine."""
+"""Starts processes on this machine: tests of programs and of several processes use it."""
 
 import os
 import pathlib

@@ -14,6 +14,10 @@ class State(TrainState):
     batch_stats: Any = None
 
 
+def train_state(params: Any, tx: optax.GradientTransformation) -> TrainState:
+    return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
 def make_state(model: Model, tx: optax.GradientTransformation) -> Any:
     return State.create(apply_fn=None, params=model.params, tx=tx, **model.fields)
 

@@ -1,4 +1,4 @@
-"""Plans of shapes alone, and the spec of each leaf."""
+"""Plans of shapes alone, and the spec of each leaf: tests of plans use them."""
 
 import jax
 

@@ -1,4 +1,4 @@
-"""Stored programs: the text of compiled steps, of two JAX versions and several kinds of GPU."""
+"""Stored programs of two JAX versions and several GPUs: tests of audits and commands read them."""
 
 import pathlib
 

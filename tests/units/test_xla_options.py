@@ -10,6 +10,7 @@ from flax.training.train_state import TrainState
 import zerojax
 from tests.conftest import make_mesh
 from tests.support import audits
+from tests.support.schedules import train_step
 from zerojax._features import xla_options as xla
 
 LAYER = np.ones((64, 64), "f")
@@ -74,7 +75,7 @@ def test_what_a_loop_over_layers_gathers_and_reduces_is_counted():
 def test_two_collectives_are_in_flight_between_hosts(gpus, shape, wanted):
     mesh = zerojax.aot.mesh(gpus, shape, ("node", "gpu"))
     plan = zerojax.plan(audits.make_state, mesh=mesh, axis=("node", "gpu"))
-    step = zerojax.train_step(audits.loss, plan=plan, schedule=zerojax.Schedule(regather="gpu"))
+    step = train_step(audits.loss, plan=plan, regather="gpu")
     jaxpr = step.without_options.trace(plan.abstract(), audits.tokens(plan)).jaxpr.jaxpr
     options = xla.options_for(jaxpr, mesh, ahead=True)
     assert options.get(xla.IN_FLIGHT) == (2 if wanted else None)
@@ -104,9 +105,7 @@ def test_layers_in_no_loop_are_not_combined_into_one_collective(remat, accumulat
     )  # fmt: skip
     plan = zerojax.plan(make, stage=3, mesh=zerojax.aot.mesh("16xH100"))
     rows = jax.ShapeDtypeStruct((16 * 2048 * accumulate, dim), "float32")
-    step = zerojax.train_step(
-        layers_in_line(remat), accumulate=accumulate, schedule=zerojax.Schedule(roll=False)
-    )
+    step = train_step(layers_in_line(remat), accumulate=accumulate, roll=False)
     report = zerojax.audit(step, plan.abstract(), zerojax.aot.batch(rows, plan)).check()
     for kind in ("all-gather", "reduce-scatter"):
         largest = max(one.wire_bytes for one in report.traffic if one.kind == kind)

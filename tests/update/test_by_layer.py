@@ -13,8 +13,8 @@ import zerojax
 from tests.conftest import make_mesh
 from tests.support.models import OPTIMIZERS
 from tests.support.printed import memory
-from tests.support.reference import assert_close
-from tests.support.schedules import scheduled
+from tests.support.reference import assert_close, train_state
+from tests.support.schedules import train_step
 
 LAYERS, DIM = 3, 8
 FREE = jnp.arange(24.0).reshape(6, 4) / 24
@@ -33,7 +33,7 @@ def make_state(tx):
         "w": jax.random.normal(keys[0], (LAYERS, DIM, DIM)),
         "embed": jax.random.normal(keys[1], (DIM, DIM)),
     }
-    return TrainState.create(apply_fn=None, params=params, tx=tx)
+    return train_state(params, tx)
 
 
 def tracing(change):
@@ -56,7 +56,7 @@ def check_numbers(tx, devices, steps=2, options=(), **placing):
     plain = jax.jit(lambda s: s.apply_gradients(grads=jax.grad(loss)(s.params, BATCH)))
     placing |= {"mesh": make_mesh(devices), "stacked": "w", "min_shard_size": 1}
     placed = zerojax.shard_train_state(state, **placing)
-    step = zerojax.train_step(loss, **scheduled(dict(options)))
+    step = train_step(loss, **dict(options))
     for _ in range(steps):
         state, (placed, _) = plain(state), step(placed, BATCH)
     assert_close(placed.params, state.params)
@@ -187,9 +187,7 @@ OTHER = "the optimizer's update of one layer is not the update of a stack"
 def traced(tx):
     plan = zerojax.plan(make_state(tx), stage=3, mesh=make_mesh(2), stacked="w", min_shard_size=1)
     batch = jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype)
-    return zerojax.train_step(loss, plan=plan, schedule=zerojax.Schedule(update="backward")).trace(
-        plan.abstract(), batch
-    )
+    return train_step(loss, plan=plan, update="backward").trace(plan.abstract(), batch)
 
 
 @pytest.mark.parametrize("name", ["lion", "momentum", "schedule_free", "inject_hyperparams"])
@@ -278,9 +276,7 @@ def test_a_new_field_is_read_by_an_update_in_parts():
 
 def test_a_new_field_is_not_there_in_backward():
     plan = zerojax.plan(scaled_state(), mesh=make_mesh(2), stacked="w", min_shard_size=1)
-    step = zerojax.train_step(
-        rescaled, plan=plan, mutable=("scale",), schedule=zerojax.Schedule(update="backward")
-    )
+    step = train_step(rescaled, plan=plan, mutable=("scale"), update="backward")
     batch = jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype)
     with pytest.raises(ValueError, match=r"params/w: the update reads a field that the loss retu"):
         step.trace(plan.abstract(), batch)
@@ -301,7 +297,7 @@ def traces(placing=(), precision=None, **options):
     state = make_state(optax.GradientTransformation(tx.init, update))
     placed = zerojax.shard_train_state(state, stage=3, **placing)
     with jax.default_matmul_precision(precision):
-        zerojax.train_step(loss, **scheduled(options))(placed, BATCH)
+        train_step(loss, **options)(placed, BATCH)
     return len(calls)
 
 
