@@ -223,13 +223,8 @@ def frozen_where_used_once(p, batch):
     frozen = lax.stop_gradient({"a": p["a"], "shared": p["shared"]})
     grouped = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), frozen["a"])
     x = scan(lambda x, group: scan(dense, x, group), batch["x"], grouped)
-    return end(
-        scan(
-            dense,
-            x @ frozen["shared"],
-            jax.tree.map(lambda v: v, {"w": p["c"]["w"][:, :, :DIM], "b": p["c"]["v"][:, 0]}),
-        )
-    )  # cut dimensions: whole
+    cut = {"w": p["c"]["w"][:, :, :DIM], "b": p["c"]["v"][:, 0]}  # so they are gathered whole
+    return end(scan(dense, x @ frozen["shared"], cut))
 
 
 def frozen_inside(p, batch):

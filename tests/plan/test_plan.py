@@ -68,15 +68,7 @@ def test_other_fields_follow_the_parameters_they_copy():
         batch_stats: dict
 
     params, stats = {"w": shape(16, 16)}, {"mean": shape(512)}
-    state = State(
-        step=0,
-        apply_fn=None,
-        params=params,
-        tx=optax.sgd(1.0),
-        opt_state=(),
-        ema_params=params,
-        batch_stats=stats,
-    )
+    state = State(0, None, params, optax.sgd(1.0), (), ema_params=params, batch_stats=stats)
     plan = zerojax.plan(state, stage=1)
     assert specs(plan)["ema_params/w"] == P("data") and specs(plan)["batch_stats/mean"] == P()
 

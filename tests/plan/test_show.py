@@ -174,17 +174,3 @@ def parts_in(figure, plan, path):
     return [
         (round(start, 6), round(box[2] / 0.92, 6)) for start, box in zip(starts, boxes, strict=True)
     ]
-
-
-def test_long_paths_titles_and_many_leaves_keep_their_frame():
-    long = "a_rather_long_name/of_a_module_{}/that_has/{}/and_a_kernel"
-    names = [long.format(n, name) for n in range(15) for name in ("query", "other")]
-    mesh = zerojax.mesh(replicas_of_all_nodes=2, shards_within_a_node=4)
-    groups = {"params": mesh.axis_names[1], "grads": mesh.axis_names[1]}
-    plan = zerojax.plan((dict.fromkeys(names, shape(640, 64)), ()), mesh=mesh, groups=groups)
-    figure = plan.plot()
-    assert not overlapping(figure)
-    assert "14 smaller leaves" in figure.axes[0].get_xlabel() and len(filled(figure)) == 16 * 8
-    assert len({label.get_text() for label in figure.axes[0].get_yticklabels()}) == 16
-    title = " ".join(figure.get_suptitle().split())
-    assert "opt_state over shards_within_a_node x replicas_of_all_nodes" in title

@@ -29,13 +29,6 @@ def drawn(monkeypatch):
     return draw
 
 
-def test_without_a_terminal_nothing_is_left_out(drawn):
-    header, rule, *rows = drawn(None)
-    assert header.split() == list(HEAD) and set(rule) == {"-", " "}
-    assert [row.split("  ")[0] for row in rows] == [row[0] for row in ROWS[1:]]
-    assert rows[1].endswith(WHY) and drawn(200) == drawn(None)
-
-
 @pytest.mark.parametrize("columns", [42, 60, 80, 140])
 def test_a_terminal_gets_no_longer_lines_than_it_has_columns(drawn, columns):
     lines = drawn(columns)

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import zerojax
 from tests.conftest import make_mesh
 from tests.support import audits
+from tests.support.reference import train_state
 from tests.support.schedules import train_step
 from zerojax._features import xla_options as xla
 
@@ -99,10 +99,7 @@ def layers_in_line(remat):
 @pytest.mark.parametrize("remat", [True, False])
 def test_layers_in_no_loop_are_not_combined_into_one_collective(remat, accumulate):
     dim, layers = 4096, 6
-    make = lambda: TrainState.create(
-        apply_fn=None, tx=optax.adam(1e-3),
-        params={"layers": [jnp.ones((dim, dim))] * layers},
-    )  # fmt: skip
+    make = lambda: train_state({"layers": [jnp.ones((dim, dim))] * layers}, optax.adam(1e-3))
     plan = zerojax.plan(make, stage=3, mesh=zerojax.aot.mesh("16xH100"))
     rows = jax.ShapeDtypeStruct((16 * 2048 * accumulate, dim), "float32")
     step = train_step(layers_in_line(remat), accumulate=accumulate, roll=False)
