@@ -72,11 +72,8 @@ def placed(**options):
     return zerojax.shard_train_state(make_state, **{"stage": 3, **options})
 
 
-def tensor_mesh():
-    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-
-
 LEVELS = zerojax.mesh(node=2, gpu=4)
+TENSOR = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 IN_A_NODE = dict.fromkeys(("params", "grads", "opt_state"), "gpu")
 ROWS = {
     "stage 0": {"stage": 0},
@@ -85,7 +82,7 @@ ROWS = {
     "groups": {"mesh": LEVELS, "groups": {"params": "gpu"}},
     "a node": {"mesh": LEVELS, "groups": IN_A_NODE},
     "host": {"offload": zerojax.Offload(opt_state=False, params=True, min_bytes=0)},
-    "tensor": {"mesh": tensor_mesh(), "overrides": {"down": P(None, "data", "tensor")}},
+    "tensor": {"mesh": TENSOR, "overrides": {"down": P(None, "data", "tensor")}},
     "explicit": {"mesh": jax.make_mesh((8,), ("data",))},
 }
 

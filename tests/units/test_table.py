@@ -81,7 +81,7 @@ def test_the_times_of_a_column_are_in_one_unit():
 
     def columns(*rows):
         lines = str(_table.Table(("", "step", "exposed"), rows, formats=formats)).split("\n")[2:]
-        return list(zip(*(line.split("  ") for line in map(_squeezed, lines)), strict=True))
+        return list(zip(*(re.sub("   +", "  ", x).split("  ") for x in lines), strict=True))
 
     assert columns(("b", 1.2345, 0.0), ("c", 0.98, 3e-6), ("d", None, 0.02))[1:] == [
         ("1,234.5 ms", "980.0 ms", "-"),
@@ -91,10 +91,6 @@ def test_the_times_of_a_column_are_in_one_unit():
         ("2.0 s", "75.0 s"),
         ("2.0 µs", "0 µs"),
     ]
-
-
-def _squeezed(line):
-    return re.sub("   +", "  ", line)
 
 
 CODE = "\nstate = shard(make_state)\nstep = train_step(loss)"
