@@ -14,15 +14,11 @@ from jax.sharding import AxisType, Mesh
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.support.nnx_models import make, params_of
+from tests.support.nnx_models import linear, make, params_of
 from tests.support.reference import assert_close, assert_equal_bits
 
 TWO = make_mesh(2)
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
-
-
-def linear(rngs):
-    return nnx.Linear(16, 16, rngs=rngs)
 
 
 class Chain(nnx.Module):

@@ -10,13 +10,9 @@ from flax import nnx
 import zerojax
 import zerojax.nnx
 from tests.conftest import make_mesh
-from tests.support.nnx_models import make
+from tests.support.nnx_models import linear, make
 
 X, TWO = np.ones((16, 16), np.float32), make_mesh(2)
-
-
-def linear(rngs):
-    return nnx.Linear(16, 16, rngs=rngs)
 
 
 def placed(model=linear, mesh=TWO):

@@ -12,7 +12,7 @@ from flax import nnx
 import zerojax
 import zerojax.nnx
 from tests.support.linear import BATCH, EVAL, STEP, loss, made, placed
-from tests.support.nnx_models import make
+from tests.support.nnx_models import linear, make
 from tests.support.reference import train_state
 from tests.support.shapes import shape
 
@@ -243,10 +243,6 @@ def test_what_is_callable_and_has_arrays_comes_back(tmp_path):
 
 
 # -- steps of Flax nnx
-
-
-def linear(rngs):
-    return nnx.Linear(16, 16, rngs=rngs)
 
 
 def noisy(model, x, rngs):

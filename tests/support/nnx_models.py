@@ -28,6 +28,10 @@ class Net(nnx.Module):
         return self.layers[1](self.drop(self.activation(self.norm(self.layers[0](x)))))
 
 
+def linear(rngs):
+    return nnx.Linear(16, 16, rngs=rngs)
+
+
 def loss_fn(model, batch):
     return jnp.mean((model(batch) - batch) ** 2)
 
