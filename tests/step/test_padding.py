@@ -47,7 +47,7 @@ def test_shards_of_all_groups_nest():
     assert qkv.update.padding == 0, "111 is 3 x 37: the GPUs of a node divide it"
 
 
-@pytest.mark.parametrize(("stage", "pad"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize(("stage", "pad"), [(1, True), (2, True), (3, True), (3, False)])
 def test_nothing_is_all_reduced_where_every_leaf_is_padded(stage, pad):
     plan = planned(stage=stage, pad=pad)
     step = zerojax.train_step(model().loss)

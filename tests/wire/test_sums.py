@@ -58,7 +58,8 @@ def test_weights_and_gradients_travel_in_the_dtypes_that_they_are_told(
     precision, gathered, reduced
 ):
     of_two = plan(make_mesh(2), precision=zerojax.Precision(**precision))
-    grad = zerojax.value_and_grad(loss, of_two)
-    jaxpr = jax.make_jaxpr(grad)(np.zeros(SHAPE, np.float32), EACH)
-    travelling = {(c.kind, c.dtype) for c in collectives(jaxpr) if c.elements > 1}
-    assert travelling == {("all-gather", gathered), ("reduce-scatter", reduced)}
+    for accumulate in (1, 2):
+        grad = zerojax.value_and_grad(loss, of_two, accumulate=accumulate)
+        jaxpr = jax.make_jaxpr(grad)(np.zeros(SHAPE, np.float32), EACH)
+        travelling = {(c.kind, c.dtype) for c in collectives(jaxpr) if c.elements > 1}
+        assert travelling == {("all-gather", gathered), ("reduce-scatter", reduced)}
