@@ -183,7 +183,7 @@ def test_an_option_is_taken_and_described_wherever_it_is_of_use(first):
         theirs = inspect.signature(other).parameters
         for name in options.keys() - ({"tx"} if other is zerojax.nnx.shard else set()):
             assert theirs[name].default == options[name], (other, name)
-            assert re.search(rf"^ {{4}}{name}: ", other.__doc__, re.M), (other, name)
+            assert re.search(rf"^ {{4}}{name}: ", inspect.getdoc(other), re.M), (other, name)
 
 
 # Never made by users.
