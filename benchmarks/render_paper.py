@@ -5,7 +5,10 @@ Each function takes the stored rows by name, and returns a header and rows of ce
 
 import paper_numbers
 
-SIZES_IN_FIGURE_4 = ("1.16b", "1.5b", "4b", "8b", "13b")
+# The pictures have all of figures 2 to 8.
+SIZES_IN_FIGURE_2 = ("1.5b", "60b", "170b")
+GPUS_IN_FIGURE_3 = (64, 400)
+NAMES_IN_FIGURES_6_TO_8 = ("C3", "C4", "C5")  # C1 and C2 are the programs of C3 and C4
 STAGES = ("DP", "P<sub>os</sub>", "P<sub>os+g</sub>", "P<sub>os+g+p</sub>")
 
 
@@ -41,7 +44,7 @@ def figure_2(rows):
     cells = []
     for name, row in _named(rows, "figure 2").items():
         size, stage = name.split(", ")
-        if stage == "stage 2":
+        if stage == "stage 2" and size in SIZES_IN_FIGURE_2:
             alone = rows.get(f"figure 2, {size}, stage 3")
             tensor = row["settings"]["tensor"]
             each = [str(row["compiled"]["rows"] / tensor).removesuffix(".0"), _speed(row)]
@@ -52,7 +55,8 @@ def figure_2(rows):
 
 def figure_3(rows):
     cells = []
-    for gpus, batch in paper_numbers.FIGURE_3_BATCH.items():
+    for gpus in GPUS_IN_FIGURE_3:
+        batch = paper_numbers.FIGURE_3_BATCH[gpus]
         same, more, alone = (
             rows.get(f"figure 3, {gpus}, {how}")
             for how in ("stage 2", "stage 2, largest batch", "stage 3, largest batch")
@@ -69,28 +73,10 @@ def figure_3(rows):
     return [*header, "P<sub>os+g+p</sub>, no MP: largest batch", "zerojax"], cells
 
 
-def figure_4(rows):
-    cells = []
-    for name in SIZES_IN_FIGURE_4:
-        plain = name in paper_numbers.FIGURE_4_BASELINES
-        two = rows.get(f"figure 4, {name}, stage {0 if plain else 2}")
-        three = rows.get(f"figure 4, {name}, stage 3")
-        batch = (paper_numbers.FIGURE_4_BASELINES | paper_numbers.FIGURE_4_BATCH)[name]
-        cells.append(
-            [
-                name.upper() + ", DP" * plain,
-                str(batch),
-                _read_off(paper_numbers.FIGURE_4_READ_OFF.get(name)),
-            ]
-            + [_speed(two), _peak(two), _speed(three), _peak(three)]
-        )
-    header = ["model", "sequences of a GPU", "paper", "zerojax", "GB"]
-    return [*header, "P<sub>os+g+p</sub>", "GB"], cells
-
-
 def figures_6_to_8(rows):
     cells = []
-    for name, what in paper_numbers.NAMES.items():
+    for name in NAMES_IN_FIGURES_6_TO_8:
+        what = paper_numbers.NAMES[name]
         largest = rows.get(f"figure 6, {name}")
         at = [
             cell
@@ -166,6 +152,5 @@ TABLES = {
     "paper_table_2": table_2,
     "paper_figure_2": figure_2,
     "paper_figure_3": figure_3,
-    "paper_figure_4": figure_4,
     "paper_figures_6_to_8": figures_6_to_8,
 }

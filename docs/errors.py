@@ -16,7 +16,7 @@ PAGES = {
     "_deprecations": ("Names that go", "versions.md#how-a-name-goes"),
     "_kernel": ("Loops over layers", "limits.md"),
     "tools/_forecast": ("Forecasts", "gpus.md#gpus-that-you-do-not-have"),
-    "tools/_forecast/choose": ("The fastest way", "gpus.md#which-way-is-fastest"),
+    "tools/_forecast/choose": ("The fastest options", "gpus.md#which-options-are-fastest"),
     "tools/_forecast/study": ("Studies", "gpus.md#how-a-model-scales"),
     "tools/_forecast/presets": ("The command line", "gpus.md#gpus-that-you-do-not-have"),
     "tools/_hlo": ("GPUs", "gpus.md#which-gpus-are-known"),
