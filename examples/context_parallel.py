@@ -4,7 +4,7 @@
     python examples/context_parallel.py --sequence 4 --attention ring   # 2 x 4
 
 Along `sequence` each device has one part of every sequence. Everything but attention treats tokens
-one by one. In attention the devices exchange tokens, in one of two ways:
+one by one. In attention the devices exchange tokens, by one of two methods:
 
 - `--attention heads` (DeepSpeed Ulysses): an all-to-all gives each device all tokens of some heads,
   and another one brings them back. It needs as many heads as devices.

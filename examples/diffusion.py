@@ -4,7 +4,7 @@
     python examples/diffusion.py --stage 1 --accumulate 2 --picture runs/digits.png
 
 The model gets the digit and the time, and predicts the noise in an image (the cosine schedule). The
-exponential moving average (EMA) of the weights rests in the optimizer state: sharded from stage 1
+exponential moving average (EMA) of the weights is in the optimizer state: sharded from stage 1
 on, like Adam's moments, and saved with them. At the end `zerojax.eval_step` draws with the average,
 and all-gathers its weights layer by layer at each of the times.
 

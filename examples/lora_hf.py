@@ -83,7 +83,7 @@ class Lora:
     def begin(self, key, codes="nf4", where=None):
         """Returns adapters that change nothing yet, beside a base of zeros for files to fill.
 
-        The zeros are made as codes: as float32, those of 8B take 32 GB on their way into codes.
+        The zeros are made quantized: in float32, those of 8B would take 32 GB.
         """
         shapes = models_hf.structs(self)
         base = zerojax.quantized(shapes["base"], codes, where=where)
@@ -95,7 +95,7 @@ class Lora:
         return params
 
     def __call__(self, params, tokens):
-        """Takes a base in codes, too: each layer decodes its own in its turn."""
+        """Takes a quantized base, too: each layer decodes its weights when it runs."""
         base, layers = dict(params["base"]), dict(params["base"]["layers"])
         base = zerojax.manual.dequantized(base | {"layers": {}})
         return self.model({**base, "layers": {**layers, "lora": params["lora"]}}, tokens)

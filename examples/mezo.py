@@ -19,7 +19,7 @@ each device and the loss after 100 steps, 3.63 MiB and 2.299 for MeZO:
 - lezo (LeZO, arXiv 2410.09823): each step moves a random quarter of the layers (3.63, 2.295).
 - sparse (Sparse MeZO, 2402.15751): only small weights move, those below the median of their matrix.
   A shard's mask is kept for the step (4.03, 2.295).
-- zo2 (ZO2, 2503.12668): parameters rest in host memory, and a layer comes to the devices once a
+- zo2 (ZO2, 2503.12668): parameters stay in host memory, and a layer comes to the devices once a
   step, for both losses and the update of the step before: `zo2.py`. It has MeZO's losses. Each
   device draws the direction of a whole layer, which this model feels (8.23, 2.299). A model of 2.4B
   has 0.65 GiB on an H100 and 9.0 on its host, where MeZO needs 9.6 on the GPU; one of 29B has 6.1
@@ -59,7 +59,7 @@ parser.add_argument("--eps", type=float, default=1e-3, help="how far a step move
 parser.add_argument("--eval-every", type=int, default=50, help="steps")
 parser.add_argument("--way", choices=WAYS, default="mezo")
 parser.add_argument("--share", type=float, default=0.25, help="of the layers that lezo moves")
-parser.add_argument("--compare", action="store_true", help="all ways, by memory and loss")
+parser.add_argument("--compare", action="store_true", help="all methods, by memory and loss")
 parser.add_argument("--gpus", help="compile a step for these, such as 1xH100, for its memory")
 add_base(parser)
 

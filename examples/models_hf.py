@@ -216,7 +216,7 @@ class Llama:
         return self.times(out, p, "proj")
 
     def times(self, x, p, name):
-        """Multiplies by a matrix of a layer, which may rest in codes or have an adapter."""
+        """Multiplies by a matrix of a layer, which may be quantized or have an adapter."""
         y = jnp.tensordot(x, zerojax.manual.dequantized(p[name]), x.ndim - 2)
         if name in (adapters := p.get("lora", {})):
             flat, adapter = x.reshape(*x.shape[:2], -1), adapters[name]

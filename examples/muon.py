@@ -6,7 +6,7 @@
 Muon orthogonalizes the momentum of each matrix, with products of whole matrices. If each device has
 a part of every matrix, XLA all-gathers and sums inside each of these products. `by_layer` wraps
 optax's own transformation: two all-to-alls exchange parts of all layers for whole layers, each
-device orthogonalizes its own, and two more bring momentum and update back to where they rest. The
+device orthogonalizes its own, and two more bring momentum and update back to their places. The
 numbers are those of `optax.contrib.muon`. `--compare` compiles both and counts their costs.
 
 With the defaults on 8 devices, a step of data parallelism takes 5.2 GFLOP on each; all but 0.5 of
@@ -41,7 +41,7 @@ parser.add_argument("--batch", type=int, default=32, help="sequences per step, o
 parser.add_argument("--accumulate", type=int, default=1, help="microbatches per step")
 parser.add_argument("--lr", type=float, default=1e-2)
 parser.add_argument("--eval-every", type=int, default=50, help="steps")
-parser.add_argument("--compare", action="store_true", help="print costs beside optax's Muon")
+parser.add_argument("--compare", action="store_true", help="print costs, also of optax's Muon")
 
 # ---- the optimizer
 
@@ -72,7 +72,7 @@ def by_layer(tx, mesh):
 
 
 def muon(lr, mesh):
-    """Returns an equivalent of `optax.contrib.muon` for stacks of layers, Adam for the rest."""
+    """Returns an equivalent of `optax.contrib.muon` for stacks of layers, and Adam for others."""
     matrices = lambda tree: jax.tree.map(lambda _: MuonDimensionNumbers(1, 2), tree)
     orthogonalized = optax.contrib.scale_by_muon(weight_dimension_numbers=matrices)
     wide = lambda leaf: leaf * max(1, leaf.shape[2] / leaf.shape[1]) ** 0.5

@@ -105,7 +105,7 @@ def train(size, offload, args):
 
 
 def memory_of(state):
-    """Returns the memory in which the largest array of the optimizer state rests."""
+    """Returns the memory in which the largest array of the optimizer state is."""
     arrays = jax.tree.leaves(state.opt_state)
     return max(arrays, key=lambda x: x.nbytes).sharding.memory_kind
 

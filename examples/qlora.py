@@ -1,11 +1,11 @@
-"""QLoRA: trains adapters over a frozen base that rests, and is gathered, in codes of 4 bits.
+"""QLoRA: trains adapters over a frozen base, which devices store and gather in 4 bits.
 
     python examples/qlora.py
     python examples/qlora.py --codes int8 --rank 16
 
-A layer's codes are gathered and decoded in its turn. Only adapters have gradients and optimizer
+A layer is gathered and decoded when it runs. Only adapters have gradients and optimizer
 state. The base is drawn at random, and what is learnt is the difference that other adapters make.
-`examples/finetune_lora.py` reads a base from files; `import_safetensors` reads one into codes too.
+`examples/finetune_lora.py` reads a base from files; `import_safetensors` quantizes one too.
 
 With the defaults the loss falls below a third of its first value. This takes 10 seconds of one CPU
 core.
@@ -49,7 +49,7 @@ def make_params(args, seed, size):
 
 
 def forward(params, x):
-    """Written for weights: it sees no codes."""
+    """Sees decoded weights."""
 
     @jax.checkpoint
     def layer(x, p):
@@ -79,12 +79,10 @@ def main():
         return zerojax.quantized(state, args.codes)  # what the optimizer does not update
 
     state = zerojax.shard_train_state(make_state, stage=args.stage)
-    rests = state.tx.plan.bytes_per_device()["params"] / 2**10
+    stored = state.tx.plan.bytes_per_device()["params"] / 2**10
     floats = jax.eval_shape(lambda: make_params(args, 1, 0))
     full = sum(4 * leaf.size for leaf in jax.tree.leaves(floats)) / 2**10
-    zerojax.run.log(
-        f"{full:,.0f} KiB of weights in float32 rest in {rests:,.0f} KiB on each device"
-    )
+    zerojax.run.log(f"{full:,.0f} KiB of weights in float32 take {stored:,.0f} KiB on each device")
 
     x = jax.random.normal(jax.random.key(0), (512, args.dim))
     batch = x, forward(make_params(args, seed=50, size=0.1), x)

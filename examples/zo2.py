@@ -4,7 +4,7 @@ memory.
 MeZO visits all layers three times a step: to move them forth, back, and to their new place. Here a
 layer comes to the devices once. It gets the update of the step before, both losses pass through it,
 one after the other, and it goes back. The next one is fetched meanwhile. So each parameter travels
-once each way in a step, and a device holds a few layers.
+once in each direction in a step, and a device holds a few layers.
 """
 
 import flax.linen as nn
