@@ -235,7 +235,7 @@ def test_what_is_chosen_is_printed(run, monkeypatch):
         calls = fakes.recorded(monkeypatch, "choose", fakes.choice(fakes.tried(1.5, peak)))
         code, out, err = run(*documented.split(), "--rows", "2")
         assert (code, err) == (wanted, "")
-        assert "1 ways, of 1 microbatch; 1 compiled" in " ".join(out.split())
+        assert "1 configurations, of 1 microbatch; 1 compiled" in " ".join(out.split())
         assert ("zerojax.train_step(losses" in out) == (wanted == OK)
     (((losses, _, batch, _), given),) = calls
     assert list(losses) == ["none", "dots", "full"] and batch.shape[0] == 32

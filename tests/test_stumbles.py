@@ -222,7 +222,7 @@ def test_a_plan_says_why_a_frozen_matrix_has_no_codes(capsys):
     adapted = train_state(codes, adapted)
     assert "params/base/up/nf4" in str(zerojax.plan(adapted, stage=3))
     del params["up"], mask["up"]
-    with pytest.raises(ValueError, match=r"in codes: .* heads, float32\[64, 4, 16\].*longer rows"):
+    with pytest.raises(ValueError, match=r"nothing: .* heads, float32\[64, 4, 16\].*longer rows"):
         zerojax.quantized(train_state(params, tx))
 
 

@@ -1,7 +1,7 @@
 """What zerojax puts together by itself, for programs that do it by hand.
 
 `master_weights` and `narrow_moments` wrap an optimizer as `zerojax.Precision` does.
-`dequantized` returns the weights that `zerojax.quantized` has put into codes.
+`dequantized` returns the weights that `zerojax.quantized` has quantized.
 `ModuleState` makes the training state of a model that is a pytree, such as an `equinox.Module`.
 """
 

@@ -155,7 +155,7 @@ def quantized(
     where: str | None = None,
     block: int = 64,
 ) -> tuple[nnx.Module, nnx.Optimizer]:
-    """Puts frozen weights of a model into codes of 4 or 8 bits, in place: see `zerojax.quantized`.
+    """Quantizes frozen weights of a model to 4 or 8 bits, in place: see `zerojax.quantized`.
 
     Call it before `shard`, or in the function that makes the model. A step's loss gets the model
     with its weights. To call the model yourself, make a second one, and go on training this one:

@@ -75,7 +75,7 @@ def test_mistakes_are_told_at_once_and_each_with_its_remedy(mistakes):
     with pytest.raises(AssertionError) as raised:
         mistakes.check(max_peak_bytes=1)
     first, *lines = str(raised.value).splitlines()
-    assert first.endswith(" breaks the contract of stage 3 and the limits of this check:")
+    assert first.endswith(" breaks what stage 3 promises and the limits of this check:")
     assert {line[:4] for line in lines} == {"  - "}
     for pattern in (*SAID, "the peak is"):
         assert any(re.search(pattern, line[4:]) for line in lines), (pattern, lines)

@@ -109,10 +109,10 @@ def test_it_prints_as_a_table_and_turns_into_json():
 def test_it_says_whether_the_contract_holds():
     report, broken = steps.row("stage3").report, {"not_donated": ("x",)}
     for changes, verdict in (
-        ({}, "keeps the contract of stage 3"),
-        (broken, "breaks the contract of stage 3 in 1 way: report.check()"),
-        (broken | {"placement": (("x", "replicated"),)}, "in 2 ways: report.check()"),
-        ({"memory": dataclasses.replace(report.memory, parameters=0)}, "stage 3 cannot be checked"),
+        ({}, "keeps what stage 3 promises"),
+        (broken, "breaks what stage 3 promises in 1 place: report.check()"),
+        (broken | {"placement": (("x", "replicated"),)}, "in 2 places: report.check()"),
+        ({"memory": dataclasses.replace(report.memory, parameters=0)}, "cannot be checked"),
     ):
         changed = dataclasses.replace(report, **changes)
         assert verdict in str(changed).split("\n\n")[0] and verdict in changed._repr_html_()

@@ -75,8 +75,8 @@ def test_what_is_known_is_told_and_nothing_passes(planted):
     # Said, and never passed.
     text = " ".join(str(report).split())
     assert report.unread in text and "sent per device -" in text and "modelled" not in text
-    assert "activations -" in text and "the contract of stage 3 cannot be checked" in text
-    with pytest.raises(AssertionError, match="of stage 3 cannot be checked:\n  - .*" + says):
+    assert "activations -" in text and "what stage 3 promises cannot be checked" in text
+    with pytest.raises(AssertionError, match="stage 3 promises cannot be checked:\n  - .*" + says):
         report.check()
     with pytest.raises(AssertionError, match=r"above max_peak_bytes=1 B"):
         report.check(max_peak_bytes=1, min_overlap=0)

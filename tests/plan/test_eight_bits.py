@@ -232,7 +232,7 @@ ROUNDED += [(MOMENTS, *PLACED[at]) for at in (1, 3, 4, 6)]
 
 
 @pytest.mark.parametrize(("precision", "stage", "dim", "placed", "options"), ROUNDED)
-@pytest.mark.filterwarnings("ignore:.*rests padded")
+@pytest.mark.filterwarnings("ignore:.*is stored padded")
 def test_sharding_changes_no_bit(precision, stage, dim, placed, options):
     wanted, below = wrapped(dim, precision), 2 if precision is SEVEN else 1024
     one = jax.jit(lambda s, batch: s.apply_gradients(grads=jax.grad(linear)(s.params, batch)))
@@ -314,9 +314,9 @@ def test_the_plan_says_what_a_leaf_is_kept_as():
     rows = {line.split()[0]: line for line in text.splitlines() if line.startswith("opt_state")}
     wanted = {
         "correction/w": "8-bit correction",
-        "inner/inner/0/trace/w": "8-bit codes",
+        "inner/inner/0/trace/w": "8 bits",
         "inner/inner/0/trace/b": "wide: a vector",
-        "inner/scales/0/trace/w": "scales of codes",
+        "inner/scales/0/trace/w": "scales of 8 bits",
         "inner/inner/1/0/v_row/w": "wide: ",
     }
     for path, said in wanted.items():

@@ -136,7 +136,7 @@ def test_a_batch_may_rest_elsewhere_there_and_here(kind, tmp_path):
 
 def test_a_batch_that_rests_otherwise_is_named(saved):
     rows = jax.device_put(ROWS, replicated())
-    with pytest.raises(ValueError, match=r"the program: .*, where the batch rests, or"):
+    with pytest.raises(ValueError, match=r"the program: .*, where the batch is, or"):
         zerojax.train_step(loss).load(saved, placed(), rows)
 
 

@@ -347,7 +347,7 @@ def test_what_the_optimizer_updates_is_not_put_into_codes():
     trained = train_state(PARAMS, optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"found no frozen matrix in the state\. Pass where="):
         zerojax.quantized(trained)
-    with pytest.raises(ValueError, match=r"params/base/w rests as nf4 .*Freeze it, as in optax"):
+    with pytest.raises(ValueError, match=r"params/base/w is stored in nf4.*Freeze it, as in optax"):
         zerojax.plan(zerojax.quantized(trained, where="base/w"), stage=3)
 
 
@@ -396,7 +396,7 @@ def test_a_restore_of_codes_as_weights_says_so(tmp_path):
     codes, weights = zerojax.quantized(state_of()), state_of()
     zerojax.save(tmp_path / "codes", zerojax.shard_train_state(codes, stage=3))
     zerojax.save(tmp_path / "weights", zerojax.shard_train_state(weights, stage=3))
-    says = "rest as codes on one side only.*zerojax.quantized.*dequantized"
+    says = "are quantized on one side only.*zerojax.quantized.*dequantized"
     for path, like in (("codes", weights), ("weights", codes)):
         with pytest.raises(ValueError, match=says) as raised:
             zerojax.restore(tmp_path / path, like=zerojax.plan(like, stage=1))

@@ -440,7 +440,7 @@ def trained(loss, params, **options):
 @pytest.mark.parametrize(
     ("remat", "says"),
     [
-        (True, "params/layers/0 to 3 are rolled up, 4 turns of a loop"),
+        (True, "params/layers/0 to 3 are rolled up, 4 iterations of a loop"),
         (False, "params/layers/0 to 3 stay a Python loop, because no jax.checkpoint (nn.remat, "),
     ],
 )
@@ -458,7 +458,7 @@ def test_a_step_of_nnx_says_it_too():
     model, optimizer = zerojax.nnx.shard(make, stage=3, mesh=make_mesh(), min_shard_size=1)
     step = zerojax.nnx.train_step(lambda model, tokens: jnp.mean(model(tokens) ** 2))
     step(model, optimizer, TOKENS)
-    assert "params/layers/0 to 3 are rolled up, 4 turns of a loop" in str(step)
+    assert "params/layers/0 to 3 are rolled up, 4 iterations of a loop" in str(step)
     assert zerojax.verify(*step.pure(model, optimizer, TOKENS))
 
 

@@ -158,7 +158,7 @@ REFUSED = (
     ),
     Refusal(  # corrections of 8 bits; moments alone leave vectors, which are updated
         {"update": ("backward",), "precision": (SEVEN, SPLIT), "offload": (("opt_state",), BOTH)},
-        f"{IN_BACKWARD}.*it has codes in host memory",
+        f"{IN_BACKWARD}.*it is quantized in host memory",
     ),
     Refusal({"update": ("backward",), "regather": (False,)}, r"'backward'.*regather=False needs"),
     Refusal({"update": ("backward",), "skip": (True,)}, r"'backward'.*skips what is not finite"),

@@ -98,8 +98,8 @@ class Checkpoints:
     Use it as a context manager, in every process. The end of the block saves the last step,
     whatever `every` is, and waits until it is written; if an error ends the loop, it saves nothing.
     Without a `with` block, each `save` waits, because a write cannot continue once Python exits,
-    and `close()` saves the last step. A second writer to the directory is refused, and a run beside
-    an earlier one that it did not `resume`. After a SIGTERM, the next `save` saves at any step,
+    and `close()` saves the last step. A second writer to the directory is refused, and a run next
+    to an earlier one that it did not `resume`. After a SIGTERM, the next `save` saves at any step,
     waits, and raises `Preempted`, which ends the program.
 
     Arguments:

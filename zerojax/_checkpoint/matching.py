@@ -42,9 +42,9 @@ OF_NNX = (
     "[nnx.state(model), nnx.state(optimizer)] if both were saved."
 )
 ON_ONE_SIDE = (
-    "; or weights rest as codes on one side only: make like= with zerojax.quantized if the "
-    "checkpoint has codes, and without if it does not. Weights become codes in "
-    "import_safetensors, and codes weights in zerojax.manual.dequantized"
+    "; or weights are quantized on one side only: make like= with zerojax.quantized if those of "
+    "the checkpoint are, and without if they are not. import_safetensors quantizes weights, and "
+    "zerojax.manual.dequantized decodes them"
 )
 BARE = "; or it was saved with Precision(master=) or Precision(moments=): place like= with the same"
 

@@ -52,8 +52,8 @@ def export_safetensors(
         path: a new directory; an export that fails leaves nothing there.
         params: a tree of parameters, or a state that has them.
         names: another library's names and layouts of the tensors, as in
-            `zerojax.checkpoint.import_safetensors`. What rests as codes is written as codes, or as
-            the weight if `names` has the path of the weight.
+            `zerojax.checkpoint.import_safetensors`. Quantized weights are written as they are, or
+            decoded if `names` has the path of the weight.
         dtype: write floats in this dtype, such as "bfloat16", that of the files you began with.
         max_file_bytes: start a new file rather than grow one beyond this.
         plan: the plan, for parameters without their state, and for states that do not carry an
@@ -108,9 +108,9 @@ def import_safetensors(
 ) -> PyTree:
     """Reads safetensors files straight into shards: each device reads only its part.
 
-    Weights that rest as codes in `like` are encoded as they are read, a layer of a stack at a time;
-    files may also hold the codes. It first checks the tensors that have a checksum, which
-    `export_safetensors` writes.
+    Weights that are quantized in `like` are quantized as they are read, a layer of a stack at a
+    time; files may also hold them quantized. It first checks the tensors that have a checksum,
+    which `export_safetensors` writes.
 
     Arguments:
         path: a directory with an index, or one `.safetensors` file.

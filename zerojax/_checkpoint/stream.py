@@ -83,8 +83,8 @@ def outgoing(
         for one in parts:
             if params[one.leaf].coding and not one.shape:
                 raise ValueError(
-                    f"names= counts all dimensions of {one.leaf} in {name}, and it rests as codes "
-                    "of whole rows. Leave out the {} that counts the last one."
+                    f"names= counts all dimensions of {one.leaf} in {name}, and its rows are "
+                    "quantized whole. Leave out the {} that counts the last one."
                 )
         tensors[name] = Outgoing(parts, jax.ShapeDtypeStruct(parts[0].full, dtype))
     return params, tensors
@@ -118,15 +118,15 @@ def stream(
         state: a placed state, or its parameters.
         names: another library's names and layouts, as in `zerojax.checkpoint.import_safetensors`.
             A stack of layers comes as one tensor unless a `{}` in its name counts them:
-            `{"blocks/up": "blocks.{}.up"}`. Without an entry, the name is the path with dots. What
-            rests as codes (`zerojax.quantized`) comes as the weight; name the path of its codes,
-            such as `"blocks/up/nf4"`, to have the bytes.
-        dtype: cast floats to this dtype, on the shards, before they are gathered. Codes are
-            gathered as they are, and then decoded to it.
-        chunk_bytes: the most that a device may have beside its state; default, the least that
+            `{"blocks/up": "blocks.{}.up"}`. Without an entry, the name is the path with dots. A
+            quantized weight (`zerojax.quantized`) comes decoded; name the path of its bytes, such
+            as `"blocks/up/nf4"`, to have these.
+        dtype: cast floats to this dtype, on the shards, before they are gathered. Quantized weights
+            are gathered as they are, and then decoded to it.
+        chunk_bytes: the most that a device may have on top of its state; default, the least that
             suffices: one tensor while the next is gathered. More gathers ahead of the loop.
         plan: the plan, for parameters without their state, and for states that do not carry an
-            optimizer (tuples, dicts), if some of these rest padded.
+            optimizer (tuples, dicts), if some of these are padded.
 
     Example:
         >>> params = {"blocks": {"up": jnp.ones((2, 64, 16))}, "head": jnp.ones((16, 8))}

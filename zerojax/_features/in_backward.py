@@ -290,11 +290,11 @@ def _why_not(leaf: LeafPlan) -> str:
         return "it is padded (pad=False replicates it)"
     whole = leaf.kind == PARAMS and leaf.rest.dim is None
     if not whole and leaf.rest.on_device != leaf.update:
-        return "it rests elsewhere than it is updated"
+        return "it is stored elsewhere than it is updated"
     # Codes, which a loop's backward carries as floats. XLA has no view of host memory as another
     # type: it would copy the stack to the devices, and back.
     if leaf.dtype == jnp.int8 and leaf.kind == OPT_STATE:
-        return "it has codes in host memory" if leaf.is_on_host else ""
+        return "it is quantized in host memory" if leaf.is_on_host else ""
     return "" if jnp.issubdtype(leaf.dtype, jnp.floating) else f"it is {leaf.dtype}"
 
 

@@ -110,7 +110,7 @@ def roll(loss: Loss, codecs: Sequence[Codecs], when: bool | str, is_sharded: boo
         if when != "auto" or loop.is_checkpointed:
             loops.append(loop)
             stacked |= loop.weights
-            notes.append(f"{loop} are rolled up, {run.count} turns of a loop")
+            notes.append(f"{loop} are rolled up, {run.count} iterations of a loop")
         else:
             notes.append(
                 f"{loop} stay a Python loop, because no jax.checkpoint (nn.remat, nnx.remat) is "

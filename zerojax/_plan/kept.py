@@ -283,7 +283,7 @@ def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
         there, wanted = kinds.intersection(pair), pair[is_split(dtype) or dtype == CODES]
         if dtype is not None and there and wanted not in there:
             raise ValueError(
-                f"{precision} says that the optimizer state is kept in another way than it is. "
+                f"{precision} says that the optimizer state has a format that it lacks. "
                 "Save the state, and restore it with like=zerojax.plan(make_state, precision=)."
             )
     casts = precision.param is not None and kinds.isdisjoint(KEEPS_MASTERS)

@@ -22,7 +22,7 @@ PINNED = "pinned_host"  # JAX's name for host memory that a GPU can copy by itse
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """What rests in host memory between steps. A step copies it to the devices a part at a time.
+    """What stays in host memory between steps. A step copies it to the devices a part at a time.
 
     Arguments:
         opt_state: True for the optimizer state, or the share of its bytes, from 0.0 to 1.0: the
@@ -140,7 +140,7 @@ def told_of_pool(
 
 def check_pool(nbytes: int, devices: int = 1) -> None:
     """Raises if a process of so many devices has more in host memory than XLA pins for it."""
-    if told := told_of_pool(nbytes, "of this process's state are to rest in host memory"):
+    if told := told_of_pool(nbytes, "of this process's state are to stay in host memory"):
         raise ValueError(
             f"{told[0]} Otherwise leave some on the devices: "
             f"offload=zerojax.Offload(..., max_bytes={pool_bytes() // devices})."

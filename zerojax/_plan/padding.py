@@ -165,9 +165,9 @@ def warn_of_padding(state: PyTree, plan: Layout) -> None:
     others = f" ({more} more array{'s are' if more > 1 else ' is'} padded too)" if more else ""
     arguments = "state" if _has_plan(state) else "state, plan"
     warn(
-        f"{leaf.path} has the shape {leaf.shape} and rests padded as {leaf.padded_shape}, because "
-        f"{plan.size} devices do not divide it{others}. Steps, checkpoints and full_params show "
-        "its own shape. If you apply the model yourself, take the parameters from "
+        f"{leaf.path} has the shape {leaf.shape} and is stored padded as {leaf.padded_shape}, "
+        f"because {plan.size} devices do not divide it{others}. Steps, checkpoints and full_params "
+        "show its own shape. If you apply the model yourself, take the parameters from "
         f"zerojax.unpad({arguments}), or place the state with pad=False."
     )
 
@@ -212,7 +212,7 @@ def check_closed_over(jaxpr: Jaxpr, values: Sequence[PyTree]) -> None:
     if _RESTING and (read := _as_it_rests(jaxpr, zip(inputs, map(resting, values), strict=True))):
         path, shape = read
         raise ValueError(
-            f"the loss closes over {path} of a placed state, which has the shape {shape} and rests "
+            f"the loss closes over {path} of a placed state, which has the shape {shape} and is "
             "padded. Close over zerojax.unpad(state) of that state, or place it with pad=False."
         )
 

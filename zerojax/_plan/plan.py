@@ -152,10 +152,10 @@ class Plan(Layout):
     ) -> PyTree:
         """Constrains a computed state, inside `jax.jit`, to the plan's shardings, and pads it.
 
-        Each leaf goes first to where the optimizer worked, then to where it rests. In that order a
+        Each leaf goes first to where the optimizer worked, then to where it is stored. So a
         parameter of stage 1 or 2 is updated on shards and gathered once, in its own dtype. Pass the
         donated old state as `into` to gather stacks of layers into its memory, one layer at a time.
-        Leaves whose positions are in `resting` are where they rest.
+        Leaves whose positions are in `resting` are already where they are stored.
         """
         self.check_structure(state)
         values, treedef = jax.tree.flatten(state)
@@ -181,7 +181,7 @@ class Plan(Layout):
         return self.logical_part(state)
 
     def pad_params(self, params: PyTree) -> PyTree:
-        """Pads parameters as they rest, unless they are padded."""
+        """Pads parameters as they are stored, unless they are padded."""
         leaves, treedef = jax.tree.flatten(params)
         pairs = zip(leaves, self.params, strict=True)
         return treedef.unflatten(padded(v, leaf.padded_shape) for v, leaf in pairs)
@@ -270,9 +270,7 @@ def _check_same(
     padded = ""
     if remedy is None:
         remedy = "Make a plan for this state: zerojax.plan(state, stage=...)."
-        padded = (
-            " If the leaf rests padded, pass it without the padding, from zerojax.unpad(state)."
-        )
+        padded = " If the leaf is padded, pass it without the padding, from zerojax.unpad(state)."
     for path in [*want, *have]:
         if path not in have or path not in want:
             where = "missing from the state" if path in want else "not in the plan"

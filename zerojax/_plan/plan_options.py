@@ -67,7 +67,7 @@ class PlanOptions(Options):
     )
     pad: bool = option(
         True,
-        """shard leaves even if the devices divide none of their dimensions: such leaves rest with
+        """shard leaves even if the devices divide none of their dimensions: they are stored with
         zeros at the end of one. Losses, optimizers and checkpoints see the shapes without them, as
         `zerojax.unpad(state)` does. False replicates such leaves.""",
     )
@@ -80,7 +80,7 @@ class PlanOptions(Options):
     )
     offload: Offload | str | Sequence[str] | None = option(
         None,
-        """what rests in host memory between steps: "opt_state", ("opt_state", "params"), or a
+        """what stays in host memory between steps: "opt_state", ("opt_state", "params"), or a
         `zerojax.Offload`, which says how much of it. A step copies it to the devices a part at a
         time.""",
     )

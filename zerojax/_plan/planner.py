@@ -301,7 +301,7 @@ def shard_train_state(state_or_fn: PyTree, options: StateOptions) -> PyTree:
 def unpad(state: PyTree, plan: Plan | None = None) -> PyTree:
     """Returns a placed state without its padding, to apply a model to its parameters yourself.
 
-    Parameters that the devices do not divide rest with zeros at the end of one dimension. Steps,
+    Parameters that the devices do not divide end with zeros along one dimension. Steps,
     checkpoints and `full_params` drop these zeros; if you call the model yourself, drop them with
     this function. Inside `jax.jit` the parameters stay sharded. Outside JAX has no arrays with such
     shards, so every device gets the whole of each padded leaf. Other leaves do not change.

@@ -21,7 +21,7 @@ SPLIT = "split"
 ALLOWED = {
     "param": "'bfloat16', 'float16' or 'float32'",
     "master": "'float32', or 'split' (a correction of 8 bits)",
-    "moments": "'bfloat16', or 'int8' (codes with scales)",
+    "moments": "'bfloat16', or 'int8' (with scales)",
 }
 
 
@@ -48,13 +48,13 @@ class Precision:
             2 + 2 + 12 bytes a parameter. With "split" a master is the bfloat16 weight and a
             correction of 8 bits, together precise to 1 in 32,000; rounded like moments.
         moments: the dtype of the optimizer's moments between steps: "bfloat16", or "int8" with a
-            scale for each 64 neighbours, neighbouring codes 1/15 to 1/8 apart. Moments are the
+            scale for each 64 neighbours, neighbouring values 1/15 to 1/8 apart. Moments are the
             float arrays of its state that have a parameter's path and shape and do not start as
             that parameter (as masters and averages do). Updates compute in float32, and then round
             each number up or down at random, so that its mean is exact. The random bits are a hash
             of the number, the count of updates and the leaf's position: they are the same at every
             stage, on any number of devices, and layer by layer. Vectors, and rows of less than 16,
-            have no codes: `print(plan)` says which moments stay wide.
+            are not quantized: `print(plan)` says which moments stay wide.
 
     Example:
         >>> paper = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")

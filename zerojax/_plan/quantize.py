@@ -29,18 +29,18 @@ from zerojax._types import PyTree
 def quantized(
     state: PyTree, codes: str = "nf4", *, where: str | None = None, block: int = 64
 ) -> PyTree:
-    """Puts frozen weights of a state into codes of 4 or 8 bits, before the state is placed.
+    """Quantizes frozen weights of a state to 4 or 8 bits, before the state is placed.
 
-    They rest so, sharded, and are gathered so: an eighth or a quarter of the bytes of float32. A
-    loss sees the weights, which each device decodes after the gather, a layer at a time where they
-    are gathered so. Only activations have gradients. The optimizer must not read the gradient of
-    what is in codes, not even for a clip; the plan refuses it otherwise.
+    Devices store and gather them so: an eighth or a quarter of the bytes of float32. A loss sees
+    the weights, which each device decodes after the gather, a layer at a time where they are
+    gathered so. Only activations have gradients. The optimizer must not read the gradient of a
+    quantized weight, not even for a clip; the plan refuses it otherwise.
 
     Arguments:
         state: any state that `zerojax.plan` takes, or a tree of parameters. For models too large
             for one device, call this in the function that makes the state, which then has all
-            weights before it has codes. Of shapes, it returns the shapes of codes: a state for
-            files to fill can begin with zeros of these.
+            weights before it quantizes them. Of shapes, it returns the shapes of the quantized
+            weights: a state for files to fill can begin with zeros of these.
         codes: "nf4" (the levels of QLoRA), "int4" or "int8". A weight then takes 4.25 or 8.25 bits.
         where: a pattern of the paths of weights, such as "kernel"; default, all matrices, those of
             stacks of layers among them, that the optimizer of the state does not update.
@@ -111,14 +111,14 @@ def _codings(state: PyTree, params: PyTree, coding_of, where: str | None) -> dic
         elif where is not None:
             raise ValueError(
                 f"where={where!r} matches {leaf.name}, {struct.dtype}{list(struct.shape)}: only "
-                "float matrices whose last dimension a block divides go into codes. Pass a "
+                "float matrices whose last dimension a block divides are quantized. Pass a "
                 "narrower pattern, or a smaller block=."
             )
     odd = [leaf for leaf in leaves if is_float(leaf.value)]
     if odd and not found:
         struct = _state.shape_dtype(odd[0].value)
         raise ValueError(
-            f"zerojax.quantized puts nothing in codes: no block of {LEAST_RUN} or more, up to "
+            f"zerojax.quantized quantizes nothing: no block of {LEAST_RUN} or more, up to "
             f"block=, divides the rows of {odd[0].name}, {struct.dtype}{list(struct.shape)}. Give "
             "the weight longer rows: (64, 64) for (64, 4, 16)."
         )
@@ -160,11 +160,11 @@ def _with_params(state: PyTree, params: PyTree) -> PyTree:
 
 
 def dequantized(tree: PyTree) -> PyTree:
-    """Returns a tree with the weights in place of their codes, for a model that you call yourself.
+    """Returns a tree with quantized weights decoded, for a model that you call yourself.
 
     Inside `jax.jit` XLA decodes them where they are used; a stack of layers is decoded a layer at a
     time only if this is called in the body of its loop. Outside, the weights take their full bytes,
-    as each device has them: sharded, if the codes are.
+    as each device has them: sharded, if the quantized weights are.
 
     Example:
         >>> params = zerojax.quantized({"w": jnp.ones((4, 64))}, "int8")
@@ -183,7 +183,7 @@ def check_frozen(state: PyTree, frozen: set[str]) -> None:
         name = "/".join(filter(None, (PARAMS, _state.path_name(path))))
         if not any(one == f"{name}/{node.coding.kind}" for one in frozen):
             raise ValueError(
-                f"{name} rests as {node.coding.kind} codes, which have no gradient, and the "
+                f"{name} is stored in {node.coding.kind}, which has no gradient, and the "
                 "optimizer reads it. Freeze it, as in optax.selective_transform(tx, "
                 "freeze_mask=...), with clips inside of tx, and make the optimizer state for that."
             )

@@ -54,7 +54,7 @@ def resharded(
         dtype: cast floats to this dtype, on the shards, before they travel. Codes stay as they are,
             and `zerojax.manual.dequantized` makes weights of this dtype of them.
         plan: the plan, for parameters without their state, and for states that do not carry an
-            optimizer (tuples, dicts), if some of these rest padded.
+            optimizer (tuples, dicts), if some of these are padded.
 
     Example:
         >>> state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)

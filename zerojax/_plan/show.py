@@ -278,11 +278,11 @@ def _kept_of_param(leaf: LeafPlan, kind: str, may_be_frozen: bool) -> str:
 def _kept_of_state(leaf: LeafPlan, role: str) -> str:
     """Says what an 8-bit leaf of the optimizer state is, and why a leaf beside them is wide."""
     if role == CODED:
-        return "8-bit codes"
+        return "8 bits"
     if role == CORRECTION:
         return "8-bit correction"
     if role != WIDE:
-        return "scales of codes" if role == SCALES else ""
+        return "scales of 8 bits" if role == SCALES else ""
     if len(leaf.shape) - leaf.stacked < 2:
         return "wide: a vector"
     return "wide: short rows" if leaf.shape[-1] < FEWEST else "wide: no moment"

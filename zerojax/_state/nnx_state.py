@@ -360,7 +360,7 @@ def _show_logical(model: nnx.Module, plan: _carried.Plan) -> None:
         if not isinstance(variable, nnx.Variable):
             raise TypeError(
                 f"{leaf.path} is a plain array of shape {leaf.shape}, which the devices do not "
-                "divide. Only variables rest padded: make it a nnx.Param, or pass pad=False."
+                "divide. Only variables can be padded: make it a nnx.Param, or pass pad=False."
             )
         rests = Rests(leaf.shape, leaf.padded_shape, leaf.rest.sharding(plan.mesh))
         if not isinstance(variable, Padded):

@@ -132,7 +132,7 @@ class Packed:
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(
-            f"a weight {self.dtype}{list(self.shape)} rests as {self.coding.kind} codes, and only "
+            f"a weight {self.dtype}{list(self.shape)} is stored in {self.coding.kind}, and only "
             "the loss of a step sees the weight itself. To call the model yourself, pass it "
             "zerojax.manual.dequantized(params); for Flax nnx, make a second model: "
             "zerojax.nnx.merge(s, zerojax.manual.dequantized(s.params)), s being "

@@ -31,7 +31,7 @@ PROGRAM = "the program"
 # What no other fact tells.
 IN_THE_PROGRAM = (
     "the loss, a constant of it or of the optimizer, such as the learning rate, the types of the "
-    "mesh's axes, where the batch rests, or a setting of JAX"
+    "mesh's axes, where the batch is, or a setting of JAX"
 )
 Facts = dict[str, str]  # what a program depends on, each as text that a digest may stand for
 

@@ -133,7 +133,7 @@ class Schedule(Options):
         `scan` reads, and an optimizer that treats each element by itself (Adam). With a clip by the
         global norm, it keeps the old state in host memory, and a step that clips runs twice. The
         step updates all other parameters after backward. "auto": in backward on GPUs, for state in
-        host memory, or where weights rest whole, but not with a clip.""",
+        host memory, or where weights are stored whole, but not with a clip.""",
         check=_one_of("update", *WHEN),
         flag={"choices": WHEN},
     )

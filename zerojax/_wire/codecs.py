@@ -44,10 +44,10 @@ LEAST_BLOCK = 32  # with smaller blocks, more than an eighth of the bytes would 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWire:
-    """Codes of 4 or 8 bits, with a float32 scale for each block of elements.
+    """Arrays sent in 4 or 8 bits, with a float32 scale for each block of elements.
 
     Arguments:
-        dtype: of the codes: "int8", "int4" (gradients only), "float8_e4m3fn" or "float8_e5m2".
+        dtype: what is sent: "int8", "int4" (gradients only), "float8_e4m3fn" or "float8_e5m2".
         block: how many neighbours along the last dimension share a scale, at most. Where this does
             not divide a leaf, the largest number from there down to 32 that does is taken.
 

@@ -104,7 +104,7 @@ OF_STEPS = _of_options() | {
     "--rows": {"help": "of a preset: sequences per GPU", "default": 4, **_whole},
     "--per-host": {"help": "GPUs of a host", "type": int, "default": aot.PER_HOST},
     "--network": {"help": "GB/s of one GPU's network card: 12.5", **_rate},
-    "--host-link": {"help": "GB/s between a GPU and its host's memory, each way: 25", **_rate},
+    "--host-link": {"help": "GB/s of a GPU to its host's memory, one direction: 25", **_rate},
     "--set": {"help": "an argument of the function, or a field; repeatable", "default": [], **_set},
     "--no-cache": {"help": "compile again", "dest": "cache", "action": "store_false"},
     "--master": {"help": "bf16 parameters, fp32 master copies", **_switch},
@@ -134,7 +134,7 @@ FLAGS: dict[str, dict[str, Keywords]] = {
         **_stages,
         **{name: OF_STEPS[name] | _several for name in ("--accumulate", "--order")},
         "--remat": _remat | _several,
-        "--choose": {"help": "find the fastest way that fits, and its Python", **_switch},
+        "--choose": {"help": "find the fastest options that fit, and their Python", **_switch},
     },
     "study": {
         "models": {"help": f"{A_PRESET}, or {OWN_MODEL}", "metavar": "model", **_several},

@@ -36,14 +36,14 @@ OPTIMIZER_SCOPE = "optimizer"  # full-matrix optimizers may send what they need
 WRITTEN = re.compile(r"/(ragged_)?all_to_all\b|/ppermute\b|\bjvp\(.*/psum")
 
 UNNAMED = (
-    "no argument of the program is named after a parameter of the plan, so its contract cannot be "
-    "checked. Let the step take the state as one argument, with a name of its own: "
-    "jax.jit(lambda state, batch: ...)."
+    "no argument of the program is named after a parameter of the plan, so what its stage "
+    "promises cannot be checked. Let the step take the state as one argument, with a name of its "
+    "own: jax.jit(lambda state, batch: ...)."
 )
 
 HOST_TO_HOST = (
     "a copy from host memory to host memory. Look for a loop that reads and writes one stack in "
-    "host memory in the same turn."
+    "host memory in one iteration."
 )
 SLOW_COPIES = (  # of a kernel, and of the copy engines
     "made by a kernel, which occupies the GPU, and not by its copy engines. XLA could not tell "

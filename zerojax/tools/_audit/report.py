@@ -75,7 +75,7 @@ class Report(Printed, Measurement):
 
     - `memory`: bytes of a device. `peak` is the sum of `state` (`parameters`, `optimizer` and
       `other_state`), `temporary` (`gathered` weights, `gradients` and `activations`), `batch` and
-      `outputs`. `donated` is what outputs reuse, `on_host` what rests in host memory.
+      `outputs`. `donated` is what outputs reuse, `on_host` what stays in host memory.
     - `traffic`: the collectives, each with its `kind`, `paths` (of the parameters that it moves),
       `trips` (how often it runs in a step), `total_bytes` and `exposed` seconds.
     - `wire_bytes` and, of those, `network_bytes`, which a device sends to other hosts in a step.
@@ -88,7 +88,7 @@ class Report(Printed, Measurement):
     def findings(
         self, *, max_peak_bytes: float | None = None, min_overlap: float | None = None
     ) -> list[str]:
-        """Returns what breaks the stage's contract or these limits, a line each."""
+        """Returns what breaks the stage's promises or these limits, a line each."""
         check_limits(max_peak_bytes, min_overlap)
         return [*self._findings, *_over_limits(self, max_peak_bytes, min_overlap)]
 
@@ -99,7 +99,7 @@ class Report(Printed, Measurement):
     def check(
         self, *, max_peak_bytes: float | None = None, min_overlap: float | None = None
     ) -> "Report":
-        """Raises an `AssertionError` with all findings if the contract or a limit is broken.
+        """Raises an `AssertionError` with all findings if a promise or a limit is broken.
 
         Arguments:
             max_peak_bytes: the most memory per device.
@@ -107,12 +107,12 @@ class Report(Printed, Measurement):
         """
         findings = self.findings(max_peak_bytes=max_peak_bytes, min_overlap=min_overlap)
         if findings:
-            stage = "" if self.plan is None else f" of stage {self.plan.stage}"
-            broken = [f"the contract{stage}"] * bool(self._findings)
+            stage = "a stage" if self.plan is None else f"stage {self.plan.stage}"
+            broken = [f"what {stage} promises"] * bool(self._findings)
             broken += ["the limits of this check"] * (len(findings) > len(self._findings))
             lines = "".join(f"\n  - {line}" for line in findings)
             says = f"the compiled program breaks {' and '.join(broken)}"
-            says = f"the contract{stage} cannot be checked" if self.unread else says
+            says = f"what {stage} promises cannot be checked" if self.unread else says
             raise AssertionError(f"{says}:{lines}")
         return self
 
@@ -247,12 +247,12 @@ class Report(Printed, Measurement):
         return lines if plan is None else [*lines, self._verdict(plan.stage)]
 
     def _verdict(self, stage: int) -> str:
-        """Says whether the stage's contract holds."""
+        """Says whether the stage's promises hold."""
         count = len(self._findings)
         if self.unread or _contract.UNNAMED in self._findings:
-            return f"the contract of stage {stage} cannot be checked: report.check() says why"
-        breaks = f"breaks the contract of stage {stage} in {count} way{'s' * (count > 1)}"
-        return f"{breaks}: report.check()" if count else f"keeps the contract of stage {stage}"
+            return f"what stage {stage} promises cannot be checked: report.check() says why"
+        breaks = f"breaks what stage {stage} promises in {count} place{'s' * (count > 1)}"
+        return f"{breaks}: report.check()" if count else f"keeps what stage {stage} promises"
 
     def _notes(self) -> list[str]:
         left = len(self.traffic) - LARGEST_SHOWN

@@ -255,7 +255,7 @@ class Choice(Printed):
         title = titled(
             f"{self.gpus}, {human_bytes(self.gpu.usable)} usable of each",
             cases,
-            f"{len(self.tried)} ways, of {counts} microbatch{'es' * (counts != '1')}",
+            f"{len(self.tried)} configurations, of {counts} microbatch{'es' * (counts != '1')}",
             f"{len(cases)} compiled, which may be the fastest",
         )
         notes, optional = [*unread(cases), *self._advice()], ("tokens/s", "MFU")
@@ -296,23 +296,22 @@ def choose(
     per_host: int = aot.PER_HOST,
     axis: str | None = None,
 ) -> Choice:
-    """Finds the fastest way to train that fits: what to pass to `shard_train_state` and
-    `train_step`.
+    """Finds the fastest options that fit, for `shard_train_state` and `train_step`.
 
     Looks at stages, groups, hpZ, quantized weights and gradients, host memory, microbatches and
-    their order. It compiles one step of each loss, from which it knows how long every way takes at
+    their order. It compiles one step of each loss, from which it knows how long each takes at
     least, and then, best first, those that may be faster than the fastest so far. Print the result:
-    it says which way is fastest with exact numbers, which quantized, and the Python to paste.
+    it says which choice is fastest with exact numbers, which quantized, and the Python to paste.
 
     Arguments:
         loss_fn, make_state, batch, rng, gpus, tokens, rates, per_host, mutable, tx: as for
             `zerojax.forecast`; of several losses, such as a model with and without
             `jax.checkpoint`, one is chosen too. Of Flax nnx, a function that returns a model and
             its optimizer. The batch stays as it is, so more microbatches have fewer rows each.
-        precision: as for `zerojax.shard_train_state`; quantized ways add to it.
+        precision: as for `zerojax.shard_train_state`; quantized choices add to it.
         lossy: whether to look at quantized values, which change the numbers a little.
         axis: what the loss calls the mesh axis over all GPUs. A loss that names it, as "data" too,
-            cannot train in ways that need an axis of hosts and one of their GPUs.
+            cannot train with options that need an axis of hosts and one of their GPUs.
 
     Example:
         >>> def make_state():
