@@ -2,8 +2,8 @@
 
     make tpu-compile && python benchmarks/tpus.py   # docs/limits.md has some of its numbers
 
-A 124M GPT, 4 x 1024 tokens a chip. Bytes are the compiler's. A step passes if it keeps the contract
-of its stage, `zerojax.audit(...).check()`.
+A 124M GPT, 4 x 1024 tokens a chip. Bytes are the compiler's. A step passes if it keeps what its
+stage promises, `zerojax.audit(...).check()`.
 """
 
 import argparse

@@ -374,7 +374,7 @@ def test_a_placed_state_is_refused():
 
 def test_a_model_called_on_codes_says_how_to_decode_them():
     packed, x = zerojax.quantized(state_of()).params["base"]["w"], jnp.ones((2, DIM))
-    says = r"float32\[3, 64, 64\] rests as nf4 codes.*zerojax\.manual\.dequantized\(params\)"
+    says = r"float32\[3, 64, 64\] is stored in nf4.*zerojax\.manual\.dequantized\(params\)"
     for call in (
         lambda: x @ packed,
         lambda: jnp.dot(x, packed),
