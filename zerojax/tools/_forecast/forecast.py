@@ -14,12 +14,12 @@ from jax.sharding import Mesh
 
 from zerojax import aot
 from zerojax._declared import Options, option, takes
-from zerojax._kernel.places import as_names
 from zerojax._plan import planner as _planner
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import StateOptions
 from zerojax._progress import progress
+from zerojax._specs import as_names
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import NNX_FIELDS
 from zerojax._step.schedule import Schedule, check_schedule, unordered
