@@ -301,8 +301,8 @@ def _why_not(leaf: LeafPlan) -> str:
 # -- in the loop over layers that has their gradients
 
 T = TypeVar("T")
-Changing: TypeAlias = dict[int, tuple[Array, ...]]  # by position: a parameter and its state
-Layers: TypeAlias = dict[int, list[Array]]  # by the position of their parameter
+Stacks: TypeAlias = dict[int, tuple[Array, ...]]  # by position: a parameter and its state
+LayersRead: TypeAlias = dict[int, list[Array]]  # by the position of their parameter
 
 
 @functools.partial(register_dataclass, data_fields=["given", "old"], meta_fields=["apply"])
@@ -333,10 +333,10 @@ class InLoop:
     def __init__(self, changing: Mapping[int, Held]) -> None:
         self.updating: dict[int, Updating] = {k: x.update for k, x in changing.items()}
 
-    def stacks_read(self, stacks: Changing) -> dict[int, list[Array]]:
+    def stacks_read(self, stacks: Stacks) -> dict[int, list[Array]]:
         return {k: updating.read(stacks[k]) for k, updating in self.updating.items()}
 
-    def read(self, stacks: Changing, at: Layer, source: T) -> tuple[Layers, Changing, T]:
+    def read(self, stacks: Stacks, at: Layer, source: T) -> tuple[LayersRead, Stacks, T]:
         """Returns one layer of what the updates read, on the devices.
 
         Has the `source` of weights in host memory be read before they are written. XLA would copy
@@ -351,18 +351,18 @@ class InLoop:
         return layers, stacks, source
 
     def finish(
-        self, stacks: Changing, read: Layers, grads: Sequence[Any], at: Layer, left: T
-    ) -> tuple[Changing, T]:
+        self, stacks: Stacks, read: LayersRead, grads: Sequence[Any], at: Layer, left: T
+    ) -> tuple[Stacks, T]:
         """Updates a layer, which was read, and writes it into the stacks."""
         layers, left = self.tied(stacks, read, left)
-        changed: Changing = {}
+        changed: Stacks = {}
         for k, updating in self.updating.items():
             new = updating.apply(grads[k].shard, layers[k], updating.given)
             pairs = zip(stacks[k], new, strict=True)
             changed[k] = tuple(_put(stack, layer, at) for stack, layer in pairs)
         return changed, left
 
-    def tied(self, stacks: Changing, layers: Layers, left: T) -> tuple[Layers, T]:
+    def tied(self, stacks: Stacks, layers: LayersRead, left: T) -> tuple[LayersRead, T]:
         """Has what comes from host memory arrive with a weight's gradient, which nobody waits for.
 
         XLA would have all compute of an iteration wait for it. The last gradient here is the first

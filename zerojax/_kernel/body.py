@@ -159,7 +159,7 @@ CROSSED = "zerojax_in_node"  # the name of results of far hops, for policies of 
 Env = dict[Var, Any]  # a variable's value, or the `Held` of a root of shards
 Run = Callable[[Sequence[Op], Env, "How"], None]
 Weights = dict[Var, Array]  # full weights, by their variables in `Split.gathers`
-Sums = dict[int, Array]  # gradients of those among them that have one, by position
+WeightGrads = dict[int, Array]  # gradients of those among them that have one, by position
 Outs = dict[int, Array]
 
 
@@ -321,7 +321,7 @@ class Body:
         gathered: Weights,
         saved: Saved,
         cts: Sequence[Array | None],
-    ) -> tuple[list[Gradient], Sums]:
+    ) -> tuple[list[Gradient], WeightGrads]:
         """Returns the gradients of the inputs without the part that comes through gathered weights,
         and the gradients of these weights, not yet reduced over the devices.
 
@@ -360,14 +360,14 @@ class Body:
             d_gathered = wait(d_gathered, mark(jax.tree.leaves(d_roots)))
         return list(totals.values()), d_gathered
 
-    def summed(self, d_gathered: Sums) -> Sums:
+    def summed(self, d_gathered: WeightGrads) -> WeightGrads:
         """Reduces the gradients of gathered weights. They keep the dtypes of the wire."""
         cuts = [shard.cut for shard in self.split.gathers.values()]
         sums = _travel.summed([*d_gathered.values()], [cuts[k] for k in d_gathered])
         return dict(zip(d_gathered, sums, strict=True))
 
     def added(
-        self, inputs: Sequence[Value], grads: Sequence[Gradient], sums: Sums
+        self, inputs: Sequence[Value], grads: Sequence[Gradient], sums: WeightGrads
     ) -> list[Gradient]:
         """Adds the reduced gradients to those of the inputs."""
         held, totals = self._by_var(inputs), self._by_var(grads)

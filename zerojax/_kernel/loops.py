@@ -36,7 +36,7 @@ from zerojax._kernel.arrays import (
     resting_layer_of,
     with_layer,
 )
-from zerojax._kernel.body import Body, How, Run, Saved, Sums
+from zerojax._kernel.body import Body, How, Run, Saved, WeightGrads
 from zerojax._kernel.pieces import Loop
 from zerojax._kernel.travel import Held, Transit
 from zerojax._types import PyTree, is_float
@@ -310,10 +310,10 @@ class PrefetchedLayers(Layers):
         return [*[None] * self.first_x, *shards]
 
 
-Left = tuple[list[Gradient], Sums]  # of a layer's shards and gathered weights
+Left = tuple[list[Gradient], WeightGrads]  # of a layer's shards and gathered weights
 
 
-class _State(NamedTuple):
+class _Carry(NamedTuple):
     """What an iteration of backward passes on to the next, which computes the layer before."""
 
     grads: tuple[list[Gradient], list[Gradient]]  # of the carry and of the constants
@@ -362,7 +362,7 @@ class _Backward:
         arrived = self.last_weights or self.body.arrive(*source)
         grads, left = self.unreduced(grads, arrived, self.last_saved, last)
         types = jax.eval_shape(lambda left: unchanged(self.reduced(left, last), stacks), left)
-        state = _State(grads, ahead, left, empty_stacks(types, self.layers.loop.length), stacks, 0)
+        state = _Carry(grads, ahead, left, empty_stacks(types, self.layers.loop.length), stacks, 0)
         for turns, kept in zip(reversed(self.layers.ranges), reversed(self.residuals), strict=True):
             counts = range(self.last - turns.stop, self.last - max(turns.start, 1))
             step = functools.partial(self.step, turns.start, kept)
@@ -375,7 +375,7 @@ class _Backward:
         d_carry, d_consts = state.grads
         return [*d_consts, *d_carry, *with_changes(state.d_stacks, state.stacks)]
 
-    def step(self, first: int, kept: PyTree, state: _State, count: Array) -> tuple[_State, None]:
+    def step(self, first: int, kept: PyTree, state: _Carry, count: Array) -> tuple[_Carry, None]:
         """Computes a layer, and finishes the one after it. `kept` belongs to the loop whose
         iterations begin with `first`."""
         at = self.layers.layer(self.last - 1, -1, count, state.count)
@@ -396,9 +396,9 @@ class _Backward:
         grads, left = self.unreduced(state.grads, weights, saved, at)
         if self.hook:
             stacks, left = self.hook.finish(stacks, read, d_layer, at.after, left)
-        return _State(grads, ahead, left, d_stacks, stacks, state.count + 1), None
+        return _Carry(grads, ahead, left, d_stacks, stacks, state.count + 1), None
 
-    def finished(self, state: _State, at: Layer) -> _State:
+    def finished(self, state: _Carry, at: Layer) -> _Carry:
         """Reduces the gradients of a layer after the loop, where nothing runs beside."""
         stacks, read = state.stacks, ()
         if self.hook:
@@ -414,7 +414,7 @@ class _Backward:
         shards = self.layers.shards_at(as_read(self.xs, stacks), at)
         return shards, layer_of(self.crossed, at.i)
 
-    def ordered(self, source: LayerSource, sums: Sums) -> tuple[list[Transit], Sums]:
+    def ordered(self, source: LayerSource, sums: WeightGrads) -> tuple[list[Transit], WeightGrads]:
         """Returns the next weights as they arrive, and the sums of gradients, in order.
 
         With `in_turn`, each weight waits for its own gradient, and then takes the gradient's
@@ -450,7 +450,7 @@ class _Backward:
         d_xs, d_gathered = left
         return self.added(d_xs, self.body.summed(d_gathered), at)
 
-    def added(self, d_xs: list, sums: Sums, at: Layer) -> list[Gradient]:
+    def added(self, d_xs: list, sums: WeightGrads, at: Layer) -> list[Gradient]:
         """Returns one layer's gradients, from the reduced ones and those without a reduction."""
         nothing = [None] * len(self.before)
         return self.body.added(self.layer_at(at), [*nothing, *d_xs], sums)[len(nothing) :]

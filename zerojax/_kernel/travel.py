@@ -37,13 +37,13 @@ class Codec(Protocol):
     def decode(self, parts: Parts) -> Array: ...
 
     @property
-    def sums(self) -> "Sums | None":
+    def sums(self) -> "CodedSum | None":
         """None if a reduce-scatter can add encoded arrays, each of one part."""
         ...
 
 
 # Reduce-scatters several arrays over axes, each as its own codec writes it; returns decoded shards.
-Sums = Callable[[Sequence[Array], Sequence["Cut"], Sequence[Codec], Sequence[str]], list[Array]]
+CodedSum = Callable[[Sequence[Array], Sequence["Cut"], Sequence[Codec], Sequence[str]], list[Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +297,7 @@ def reduced(grads: Sequence[Array], cuts: Sequence[Cut], routes: Sequence[Route]
 
     A reduce-scatter cannot add the output of some codecs: such gradients travel in one message.
     """
-    sums, together = list(grads), defaultdict[tuple[Sums, tuple[Hop, ...]], list[int]](list)
+    sums, together = list(grads), defaultdict[tuple[CodedSum, tuple[Hop, ...]], list[int]](list)
     for at, (grad, cut, route) in enumerate(zip(grads, cuts, routes, strict=True)):
         sums[at] = with_padding(grad, cut.dim, route.padding)
         if (sum_coded := route.codec.sums) is None:
