@@ -49,7 +49,7 @@ HOW = (
 )
 
 
-class Param(NamedTuple):
+class FileParam(NamedTuple):
     """A leaf of parameters, and its shape in files. It is a weight there if it has a `coding`."""
 
     leaf: Leaf
@@ -100,7 +100,7 @@ class Param(NamedTuple):
 
 def params_of(
     tree: PyTree, shapes: Mapping[str, Shape], is_weight: Callable[[str, str], bool]
-) -> dict[str, Param]:
+) -> dict[str, FileParam]:
     """Returns the parameters by their names in files, of which `shapes` are those without padding.
 
     `is_weight(codes, weight)` says of what rests as codes whether files have the weight.
@@ -109,9 +109,9 @@ def params_of(
     for leaf, coding in zip(named_leaves(tree), codings_of(tree), strict=True):
         name, shape = leaf.name, shapes.get(leaf.name, np.shape(leaf.value))
         if coding is not None and is_weight(name, weight := path_name(leaf.path[:-1])):
-            params[weight] = Param(leaf, (*shape[:-1], coding.length), coding)
+            params[weight] = FileParam(leaf, (*shape[:-1], coding.length), coding)
         else:
-            params[name] = Param(leaf, shape)
+            params[name] = FileParam(leaf, shape)
     return params
 
 

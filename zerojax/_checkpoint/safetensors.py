@@ -20,7 +20,7 @@ from zerojax._checkpoint import (
     save as _save,
     tensor_files as _tensor_files,
 )
-from zerojax._checkpoint.names import Names, Param, dotted, params_of
+from zerojax._checkpoint.names import FileParam, Names, dotted, params_of
 from zerojax._checkpoint.stream import Outgoing, check_bytes, outgoing
 from zerojax._checkpoint.tensor_files import DTYPES, NO_TENSOR, FileTensor, Written, some
 from zerojax._declared import checked
@@ -241,7 +241,9 @@ def _check_masters(like: PyTree, wanted: Set[str]) -> None:
         )
 
 
-def _exported(by_tensor: Mapping[str, Outgoing], params: Mapping[str, Param]) -> dict[str, Written]:
+def _exported(
+    by_tensor: Mapping[str, Outgoing], params: Mapping[str, FileParam]
+) -> dict[str, Written]:
     for name, (parts, struct) in by_tensor.items():
         if name == NO_TENSOR:
             raise ValueError(
@@ -260,7 +262,7 @@ def _exported(by_tensor: Mapping[str, Outgoing], params: Mapping[str, Param]) ->
     }
 
 
-def _assembled(tensor: Outgoing, params: Mapping[str, Param]) -> np.ndarray:
+def _assembled(tensor: Outgoing, params: Mapping[str, FileParam]) -> np.ndarray:
     """Returns a tensor of its parts; only one layer of a stack is on the host at a time."""
     (first, *_), struct = tensor
     if first.split is None and not first.index and params[first.leaf].coding is None:

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, auto_mesh, computed_with, typed
 from zerojax._checkpoint import names as _names
-from zerojax._checkpoint.names import Names, Param, Source, params_of
+from zerojax._checkpoint.names import FileParam, Names, Source, params_of
 from zerojax._declared import checked
 from zerojax._kernel.arrays import layer_of
 from zerojax._plan.padding import padded_param_shapes, unpadded
@@ -50,7 +50,7 @@ class Outgoing(NamedTuple):
 
 def outgoing(
     state: PyTree, names: Names | None, plan: Plan | None, verb: str, decodes: bool = True
-) -> tuple[dict[str, Param], dict[str, Outgoing]]:
+) -> tuple[dict[str, FileParam], dict[str, Outgoing]]:
     """Returns the parameters by their paths, and the tensors that leave, by their names.
 
     What rests as codes leaves as the weight or as the codes, as `names` has the path of one or the
@@ -154,7 +154,7 @@ def stream(
 
 
 def _streamed(
-    params: Mapping[str, Param],
+    params: Mapping[str, FileParam],
     tensors: Mapping[str, tuple[Outgoing, "Gather"]],
     most: float,
     known: _agreement.Known | None,
@@ -190,7 +190,9 @@ class Gather(NamedTuple):
     most_bytes: int  # while it is gathered
 
 
-def _gather_of(tensor: Outgoing, params: Mapping[str, Param], dtype: DTypeLike | None) -> Gather:
+def _gather_of(
+    tensor: Outgoing, params: Mapping[str, FileParam], dtype: DTypeLike | None
+) -> Gather:
     full, own = tensor.struct, tensor.struct.dtype
     is_cast = dtype is not None and jnp.issubdtype(own, jnp.floating)
     new = jnp.dtype(dtype) if is_cast else own

@@ -65,14 +65,14 @@ class CodedState(NamedTuple):
 
 
 # Their fields are paths in files. `optax.tree.get` would also read an empty field of one state.
-Kept = MasterState | SplitState | NarrowState | CodedState
+WrapperState = MasterState | SplitState | NarrowState | CodedState
 KEEPS_MASTERS, KEEPS_MOMENTS = (MasterState, SplitState), (NarrowState, CodedState)
 
 
-def states_in(tree: PyTree) -> Iterator[Kept]:
+def states_in(tree: PyTree) -> Iterator[WrapperState]:
     """Yields the states of these wrappers in a tree, the outer ones first."""
-    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Kept)):
-        if isinstance(node, Kept):
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, WrapperState)):
+        if isinstance(node, WrapperState):
             yield node
             yield from states_in(node.inner)
 

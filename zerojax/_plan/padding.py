@@ -235,7 +235,7 @@ def _as_it_rests(jaxpr: Jaxpr, known: Iterable[tuple[Var, Resting | None]]) -> R
     return None
 
 
-def padded_shapes(tree: PyTree, plan: _carried.Plan = None) -> dict[str, Shape]:
+def padded_shapes(tree: PyTree, plan: _carried.CarriedPlan = None) -> dict[str, Shape]:
     """Returns the logical shapes of the padded leaves of a tree, by name.
 
     The states in the tree carry their plans; pass `plan` for a tree that is a state without one.
@@ -253,7 +253,7 @@ def padded_shapes(tree: PyTree, plan: _carried.Plan = None) -> dict[str, Shape]:
 
 
 def padded_param_shapes(
-    params: PyTree, state: PyTree, plan: _carried.Plan = None
+    params: PyTree, state: PyTree, plan: _carried.CarriedPlan = None
 ) -> dict[str, Shape]:
     """Returns the logical shapes of the padded parameters of a state, by their names in `params`.
 
@@ -285,7 +285,7 @@ def _padded(tree: PyTree, planned: Mapping[str, LeafPlan]) -> dict[str, Shape]:
     }
 
 
-def on_host(tree: PyTree, plan: _carried.Plan = None) -> PyTree:
+def on_host(tree: PyTree, plan: _carried.CarriedPlan = None) -> PyTree:
     """Returns a tree whose padded leaves are on the host, in their logical shapes."""
 
     def logical(value: PyTree, shape: Shape) -> PyTree:

@@ -35,16 +35,18 @@ from zerojax._state.refusals import is_flax_module
 from zerojax._state.state import OPT_STATE, PARAMS, get_tx
 from zerojax._types import PyTree
 
-Plan: TypeAlias = Any  # a `Plan`, which a package above this one defines
+CarriedPlan: TypeAlias = Any  # a `Plan`, which a package above this one defines
 
 
 class PlannedTransformation(optax.GradientTransformationExtraArgs):
     """A user's optimizer with the plan of its state; see the notes above."""
 
-    plan: Plan
+    plan: CarriedPlan
     original: optax.GradientTransformation
 
-    def __new__(cls, tx: optax.GradientTransformation, plan: Plan) -> "PlannedTransformation":
+    def __new__(
+        cls, tx: optax.GradientTransformation, plan: CarriedPlan
+    ) -> "PlannedTransformation":
         original = getattr(tx, "original", tx)
         init, update = original.init, original.update
         if plan.pads or plan.offloads:
@@ -76,7 +78,7 @@ class PlannedTransformation(optax.GradientTransformationExtraArgs):
 jax.tree_util.register_static(PlannedTransformation)
 
 
-def _init(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> PyTree:
+def _init(tx: optax.GradientTransformation, plan: CarriedPlan, params: PyTree) -> PyTree:
     """Returns `tx.init` of the logical parameters, padded if `params` are."""
     logical = plan.logical_part(params, PARAMS)
     opt_state = tx.init(logical)
@@ -85,7 +87,7 @@ def _init(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> PyTre
 
 def _update(
     tx: optax.GradientTransformation,
-    plan: Plan,
+    plan: CarriedPlan,
     updates: PyTree,
     state: PyTree,
     params: PyTree = None,
@@ -122,7 +124,7 @@ class PlannedApply:
     """A user's `apply_fn` for parameters that may be padded; see the second note above."""
 
     original: Callable[..., PyTree]
-    plan: Plan
+    plan: CarriedPlan
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         named = {name: self._logical(value) for name, value in named.items()}
@@ -137,7 +139,7 @@ class PlannedApply:
         return variables if params is variables[PARAMS] else {**variables, PARAMS: params}
 
 
-def carry_plan(state: PyTree, plan: Plan) -> PyTree:
+def carry_plan(state: PyTree, plan: CarriedPlan) -> PyTree:
     """Returns `state` with `plan` in its optimizer; a state without an optimizer stays as it is."""
     state = without_plan(state)
     tx = get_tx(state)
@@ -160,7 +162,7 @@ def without_plan(state: PyTree) -> PyTree:
     return state.replace(**originals) if originals else state
 
 
-def carried_plan(state: PyTree) -> Plan:
+def carried_plan(state: PyTree) -> CarriedPlan:
     """Returns the plan in the optimizer of `state`, or None."""
     return getattr(get_tx(state), "plan", None)
 

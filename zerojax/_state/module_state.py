@@ -86,7 +86,7 @@ class ModuleState:
         return dataclasses.replace(self, **new)
 
 
-def _joined(plan: _carried.Plan, static: PyTree, arrays: PyTree, params: PyTree) -> PyTree:
+def _joined(plan: _carried.CarriedPlan, static: PyTree, arrays: PyTree, params: PyTree) -> PyTree:
     params = params if plan is None else plan.logical_part(params, PARAMS)
 
     def first(*leaves: PyTree) -> PyTree:

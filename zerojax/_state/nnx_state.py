@@ -346,7 +346,7 @@ def _padded_class(cls: type[nnx.Variable]) -> type[nnx.Variable]:
     return types.new_class(cls.__name__, (Padded, cls), exec_body=lambda ns: ns.update(namespace))
 
 
-def _show_logical(model: nnx.Module, plan: _carried.Plan) -> None:
+def _show_logical(model: nnx.Module, plan: _carried.CarriedPlan) -> None:
     """Has the variables that `plan` pads show their logical values."""
     leaves = {
         leaf.path.removeprefix(prefix): leaf
