@@ -137,21 +137,26 @@ def names_from_kernel(modules: dict[str, str]) -> set[str]:
 def overrides(modules: dict[str, str]) -> set[str]:
     """Returns the methods that override one of a class of another package of the library.
 
-    A method of a protocol, whose body is `...`, is there to be written.
+    Those whose body is `...` or raises a NotImplementedError are there to be written.
     """
+    abstract = ("...", "raise NotImplementedError")
     classes, methods = {}, {}
     for module, text in modules.items():
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef):
                 classes[node.name] = package_of(module), node
                 own = [each for each in node.body if isinstance(each, FUNCTIONS)]
-                methods[node.name] = {f.name for f in own if ast.unparse(f.body[-1]) != "..."}
+                methods[node.name] = {
+                    f.name for f in own if ast.unparse(f.body[-1]) not in abstract
+                }
     found = set()
     for name, (package, node) in classes.items():
         for base in (ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases):
             if base in classes and classes[base][0] != package:
                 same = methods[name] & methods[base]
-                found |= {f"{package}.{name}.{method}" for method in same - {"__init__"}}
+                found |= {
+                    f"{package}.{name}.{method}" for method in same - {"__init__", "__post_init__"}
+                }
     return found
 
 

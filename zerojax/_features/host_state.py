@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from zerojax import _compat
 from zerojax._jaxprs import is_var
-from zerojax._kernel.arrays import Index, sliced, written
+from zerojax._kernel.arrays import sliced, written
 from zerojax._kernel.device import at_rest, scattered, updated
 from zerojax._kernel.places import LeafPlan
 from zerojax._plan.padding import padded, unpadded
@@ -127,7 +127,9 @@ class Streamed:
                 values[at] = stack
             return values
 
-        def turn(i: Index, stacks: list[Array], state: list[Array]) -> tuple[list, list[Array]]:
+        def turn(
+            i: int | Array, stacks: list[Array], state: list[Array]
+        ) -> tuple[list, list[Array]]:
             """Updates layer `i`; `state` is that of its first part."""
             values, new = with_stacks(stacks), []
             for part, program in zip(parts, programs, strict=True):
@@ -140,12 +142,12 @@ class Streamed:
                     values[self.first + k] = at_rest(stack, self.plan.leaves[k], self.plan.mesh)
             return values, _on_device(new)
 
-        def early(i: Index, carry: tuple[list[Array], list[Array]]) -> tuple[list, list]:
+        def early(i: int | Array, carry: tuple[list[Array], list[Array]]) -> tuple[list, list]:
             values, new = turn(i, *carry)
             values, state = self.fetched(parts[0], values, new, i + 1)
             return [values[at] for at in places], state
 
-        def late(i: Index, stacks: list[Array]) -> list[Array]:
+        def late(i: int | Array, stacks: list[Array]) -> list[Array]:
             values, state = self.fetched(parts[0], with_stacks(stacks), [], i)
             values, _ = turn(i, [values[at] for at in places], state)
             return [values[at] for at in places]
@@ -162,13 +164,13 @@ class Streamed:
             stacks = lax.fori_loop(0, length, late, stacks)
         self.results.update(zip((at - self.first for at in places), stacks, strict=True))
 
-    def layers(self, program: Flat, values: list[Any], i: Index) -> list[Any]:
+    def layers(self, program: Flat, values: list[Any], i: int | Array) -> list[Any]:
         """Returns the inputs of an update of layer `i`: stacks on the devices as that layer."""
         cut = program.read() & self.plan.stacks - self.update.streamed
         return [sliced(value, i) if at in cut else value for at, value in enumerate(values)]
 
     def fetched(
-        self, part: Part, values: list[Any], after: list[Array], i: Index | None = None
+        self, part: Part, values: list[Any], after: list[Array], i: int | Array | None = None
     ) -> tuple[list[Any], list[Array]]:
         """Fetches the state of a part, or layer `i` of it, once `after` is there.
 
@@ -194,7 +196,7 @@ class Streamed:
         part: Part,
         inputs: list[Any],
         state: list[Array],
-        i: Index | None = None,
+        i: int | Array | None = None,
     ) -> list[Array]:
         """Updates a part, or layer `i` of it, and returns its results where they rest."""
         inputs = list(inputs)

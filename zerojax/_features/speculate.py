@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax import _compat
 from zerojax._features.in_backward import InBackward, LayerUpdate, total
-from zerojax._kernel.arrays import Index, sliced, written
+from zerojax._kernel.arrays import sliced, written
 from zerojax._kernel.device import at_rest, scattered
 from zerojax._kernel.places import LeafPlan
 from zerojax._plan.offload import PINNED
@@ -138,7 +138,7 @@ class Passes:
     def restored(self, i: Array, stacks: PerUpdate, sent: PerUpdate) -> PerUpdate:
         """Returns the stacks as the first pass has read them, if this is another one."""
 
-        def turn(update: LayerUpdate, sent: list[Array], k: Index, stacks: list) -> list:
+        def turn(update: LayerUpdate, sent: list[Array], k: int | Array, stacks: list) -> list:
             stacks, old = list(stacks), iter(sent)
             for n, leaf in enumerate(self.plan.leaves[at] for at in update.stacks):
                 if not stays(leaf):

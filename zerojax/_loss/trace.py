@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import flax.errors
 import jax
@@ -43,7 +43,6 @@ from zerojax._state.hints import axes_of_rules
 from zerojax._state.packed import codings_of
 from zerojax._types import PyTree, is_key
 
-AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 T = TypeVar("T")
 NOT_EXPLICIT = "cannot contain axis names that are of type Auto or Manual"  # of JAX's errors
 

@@ -22,7 +22,14 @@ from zerojax._step.step import Step
 from zerojax._table import Column, Printed, Table, grouped, human_bytes, human_time
 from zerojax._types import PyTree
 from zerojax.tools._forecast.case import Case, titled, told_to_hosts, unread
-from zerojax.tools._forecast.forecast import LEVELS, STAGES, Loss, Workload, WorkOptions, is_of_nnx
+from zerojax.tools._forecast.forecast import (
+    LEVELS,
+    STAGES,
+    LossFn,
+    Workload,
+    WorkOptions,
+    is_of_nnx,
+)
 from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
 
@@ -281,7 +288,7 @@ class Choice(Printed):
 
 @checked
 def choose(
-    loss_fn: Loss | Mapping[str, Loss],
+    loss_fn: LossFn | Mapping[str, LossFn],
     make_state: PyTree,
     batch: PyTree,
     rng: PyTree = None,

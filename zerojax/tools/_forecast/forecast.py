@@ -35,7 +35,7 @@ from zerojax.tools._forecast.mfu import needed_flops
 from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
 
-Loss: TypeAlias = Callable[..., PyTree]
+LossFn: TypeAlias = Callable[..., PyTree]
 NnxStep: TypeAlias = Callable[..., PyTree]  # whose own type would import flax.nnx
 STAGES = (0, 1, 2, 3)
 LEVELS = "node", "gpu"  # axes of the hosts, and of the GPUs of each
@@ -115,7 +115,7 @@ class ForecastOptions(WorkOptions):
 
 @takes(ForecastOptions)
 def forecast(
-    loss_fn: Loss | Mapping[str, Loss] | Step | NnxStep,
+    loss_fn: LossFn | Mapping[str, LossFn] | Step | NnxStep,
     make_state: Callable[[], PyTree],
     batch: PyTree,
     options: ForecastOptions,
@@ -208,7 +208,7 @@ def _in_steps_of_nnx(losses: dict[str, PyTree], make_state: PyTree) -> dict[str,
 
 def _taken_apart(
     loss_fn: PyTree, make_state: PyTree, rng: PyTree
-) -> tuple[dict[str, Loss], PyTree, PyTree, dict[str, PyTree]]:
+) -> tuple[dict[str, LossFn], PyTree, PyTree, dict[str, PyTree]]:
     """Returns losses by name, the function that makes a state, a key, and the options of a step.
 
     A step stands for its loss, with the options that are not the defaults. One of nnx comes with a
@@ -244,7 +244,7 @@ def _taken_apart(
 class Workload:
     """A model on some GPUs, and the options of its steps."""
 
-    losses: Mapping[str, Loss]
+    losses: Mapping[str, LossFn]
     make_state: Callable[[], PyTree]
     batch: PyTree
     rng: PyTree

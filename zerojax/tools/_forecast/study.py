@@ -21,7 +21,14 @@ from zerojax._table import Column, Printed, Table, grouped, human_bytes
 from zerojax._types import Number, PyTree
 from zerojax.tools._forecast import cache as _cache, presets as _presets
 from zerojax.tools._forecast.case import CASE_COLUMNS, Case
-from zerojax.tools._forecast.forecast import STAGES, Loss, NnxStep, Workload, WorkOptions, each_once
+from zerojax.tools._forecast.forecast import (
+    STAGES,
+    LossFn,
+    NnxStep,
+    Workload,
+    WorkOptions,
+    each_once,
+)
 from zerojax.tools._forecast.presets import Gpt
 
 LARGEST = "largest"  # as many rows as fit
@@ -31,7 +38,7 @@ FIRST_ROWS = 4  # of each microbatch: the search for the largest begins there
 OWN = "(loss_fn, make_state, batch), with a function batch(rows) that returns a global batch"
 # A preset or its name; or a loss, or a step of nnx, make_state, and a function of the rows of a
 # global batch.
-Own: TypeAlias = tuple[Loss | NnxStep, Callable[[], PyTree], Callable[[int], PyTree]]
+Own: TypeAlias = tuple[LossFn | NnxStep, Callable[[], PyTree], Callable[[int], PyTree]]
 Given: TypeAlias = str | Gpt | Own
 
 

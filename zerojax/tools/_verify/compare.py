@@ -15,7 +15,7 @@ from zerojax._table import Printed, Table
 from zerojax._types import PyTree, Shape, is_key
 
 Piece = tuple[slice, ...]
-Values: TypeAlias = Mapping[str, jax.Array]  # of a state, by name
+ByName: TypeAlias = Mapping[str, jax.Array]  # of a state, by name
 Spreads: TypeAlias = Mapping[str, np.ndarray]  # how far rounding moves each element of them
 
 PADDING = "padding"  # the kind of a check
@@ -199,8 +199,8 @@ def gradient_limits(grads: PyTree, tolerance: float) -> PyTree:
 
 
 def led_to(
-    update: Callable[[PyTree], Values], grads: PyTree, tolerance: float, observed: PyTree
-) -> tuple[Values, Spreads]:
+    update: Callable[[PyTree], ByName], grads: PyTree, tolerance: float, observed: PyTree
+) -> tuple[ByName, Spreads]:
     """Returns the new state that gradients lead to, and how far each of its elements moves while
     they stay in their limits.
 

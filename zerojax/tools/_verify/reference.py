@@ -37,7 +37,7 @@ from zerojax._table import human_bytes
 from zerojax._types import Device, PyTree, Shape, is_key, wide, zero_gradient
 from zerojax._wire.codecs import NOISE, QuantizedWire, rules_of
 from zerojax.tools._verify import compare as _compare, decoded as _decoded
-from zerojax.tools._verify.compare import WRONG, Check, Spreads, Values
+from zerojax.tools._verify.compare import WRONG, ByName, Check, Spreads
 from zerojax.tools._verify.decoded import InTwoLeaves
 
 # Where weights or gradients travel quantized, gradients may be off by these multiples of the
@@ -359,7 +359,7 @@ class Comparison:
         return self.metrics.get("loss")
 
     @functools.cached_property
-    def wanted(self) -> tuple[Values, Spreads]:
+    def wanted(self) -> tuple[ByName, Spreads]:
         """The right new state, and how far rounding may put each of its elements from it."""
         return self.led_to(self.right.grads)
 
@@ -368,21 +368,21 @@ class Comparison:
         """The masters and moments that the state keeps in 8 bits."""
         return _decoded.numbers_of(self.reference.plan)
 
-    def values(self, state: PyTree) -> Values:
+    def values(self, state: PyTree) -> ByName:
         """Returns the leaves of a state, and `numbers`, by name."""
         with jax.default_device(self.reference.device):
             return _decoded.by_name(state, self.reference.plan, self.numbers)
 
-    def led_to(self, grads: PyTree) -> tuple[Values, Spreads]:
+    def led_to(self, grads: PyTree) -> tuple[ByName, Spreads]:
         """Returns the new state that these gradients lead to, and how far rounding moves it."""
 
-        def update(grads: PyTree) -> Values:
+        def update(grads: PyTree) -> ByName:
             return self.values(self.reference.update(grads, self.right))
 
         seen = grads if self.grads is None else self.grads
         return _compare.led_to(update, grads, self.tolerance, seen)
 
-    def state_checks(self, new: Values, spreads: Spreads) -> Iterator[Check]:
+    def state_checks(self, new: ByName, spreads: Spreads) -> Iterator[Check]:
         """Compares the step's new state with another one, leaf by leaf, judged by the change that
         the step should make; and its padding with zeros."""
         reference, values = self.reference, self.values(self.state)
