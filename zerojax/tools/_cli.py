@@ -32,7 +32,7 @@ from zerojax.tools import _launch
 from zerojax.tools._audit.report import Report, check_limits
 from zerojax.tools._flags import OF_STEP, parser
 from zerojax.tools._forecast import cache as _cache, network as _network, presets as _presets
-from zerojax.tools._forecast.forecast import Loss, each_once
+from zerojax.tools._forecast.forecast import LossFn, each_once
 from zerojax.tools._forecast.presets import Gpt
 from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
@@ -47,7 +47,7 @@ OF_CHOICES |= {"compute", "master", "split", "moments"}
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 RETURNS = "(loss_fn, make_state, batch) or (loss_fn, make_state, batch, rng)"
 # The loss or several, make_state, the batch, and a key if the loss takes one.
-Ingredients = tuple[Loss | Mapping[str, Loss], Callable[[], PyTree], PyTree, PyTree]
+Ingredients = tuple[LossFn | Mapping[str, LossFn], Callable[[], PyTree], PyTree, PyTree]
 Outcome: TypeAlias = tuple[Printed | Table, object, str, bool]
 
 
