@@ -31,10 +31,10 @@ def compare(count: int) -> None:
     )
     batch = zerojax.shard_batch(np.ones((4, 64), np.float32))
     state, _ = step(state, batch)
-    leaves, jitted, seconds = jax.tree.leaves(state), step.for_args(state, batch), []
+    leaves, jitted, seconds = jax.tree.leaves(state), step._for_args(state, batch), []
     for _ in range(CALLS):
         start = time.perf_counter()
-        step.agree(jitted, state.tx.plan, leaves, (state, batch), {})
+        step._agree(jitted, state.tx.plan, leaves, (state, batch), {})
         seconds.append(time.perf_counter() - start)
     if jax.process_index() == 0:
         print(f"{len(leaves)} leaves: {statistics.median(seconds) * 1e6:.0f} us a step", flush=True)

@@ -82,7 +82,7 @@ def measured(setting, seed):
         state, metrics = step(state, walks.batch())
         losses.append(float(metrics["loss"]))
     means = np.mean(np.reshape(losses, (-1, EVERY)), axis=1)
-    params, unseen = zerojax.full_params(state.params), Walks(1000)
+    params, unseen = zerojax.gather_params(state.params), Walks(1000)
     loss = jax.jit(model.loss)
     final = np.mean([float(loss(params, unseen.batch())) for _ in range(20)])
     return {"losses": [round(float(mean), 4) for mean in means], "unseen": round(float(final), 4)}

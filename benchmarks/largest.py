@@ -63,7 +63,7 @@ def audited(model, gpus, room, way):
     """Compiles a step for GPUs with so much host memory, and reads its memory and time."""
     model = _presets.on(model, _gpus.parse_count(gpus)[1])
     plan = planned(model, gpus, room, way)
-    activations = "host" if plan.offloads else None
+    activations = "host" if plan._offloads else None
     step = zerojax.train_step(
         model.loss, plan=plan, schedule=zerojax.Schedule(activations=activations, update=way.update)
     )

@@ -63,7 +63,7 @@ def compiled(name, shape, each, way):
     step = zerojax.train_step(model.loss, plan=plan, schedule=schedule)
     batch = zerojax.aot.batch(model.batch(each * plan.size), plan)
     program = step.lower(plan.abstract(), batch).compile()
-    return groups.replayed(program, plan.regathering(schedule.regather), 1, CARDS)
+    return groups.replayed(program, plan._regathering(schedule.regather), 1, CARDS)
 
 
 def check():

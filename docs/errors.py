@@ -108,7 +108,7 @@ def _pattern(node: ast.expr) -> str | None:
 def _name(value: ast.expr) -> str:
     """Returns the name by which a reader would know the value of an expression."""
     match value:
-        case ast.Call(ast.Name("install_command")):
+        case ast.Call(ast.Name("_install_command")):
             return "the line in the message"
         case ast.Attribute(_, "__name__"):
             return "type"

@@ -163,7 +163,7 @@ def main():
     averaged = plan.place(state.replace(params=zerojax.unpad(state).opt_state[-1]))
     labels = np.repeat(np.arange(10), 16).astype(np.int32)
     draw = zerojax.eval_step(sampler(model, args.times))
-    images = zerojax.full_params(draw(averaged, labels, jax.random.key(2))["aux"])
+    images = zerojax.gather_params(draw(averaged, labels, jax.random.key(2))["aux"])
     classifier = KNeighborsClassifier(1).fit(training["image"].reshape(-1, 64), training["label"])
     right = np.mean(classifier.predict(images.reshape(-1, 64)) == labels)
     zerojax.run.log(f"{right:.1%} of {len(labels)} drawn digits are read as intended")

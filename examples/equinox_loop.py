@@ -145,7 +145,7 @@ def main():
         model = GPT(args.layers, args.dim, args.tokens, args.dropout, key=jax.random.key(0))
         schedule = optax.warmup_cosine_decay_schedule(0, args.lr, 20, max(args.steps, 21))
         tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
-        return zerojax.manual.ModuleState.create(model, tx)
+        return zerojax.ModuleState.create(model, tx)
 
     state = zerojax.shard_train_state(make_state, stage=args.stage)  # line 1: made already sharded
     step = zerojax.train_step(loss_fn, accumulate=args.accumulate)  # line 2

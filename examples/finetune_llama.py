@@ -137,7 +137,7 @@ def main():
     step = zerojax.train_step(loss_fn, precision=narrow, accumulate=args.accumulate)
     state = train(args, state, step, lora)
 
-    params = zerojax.resharded(state, dtype=narrow.compute)  # whole on each device: no gathers
+    params = zerojax.reshard(state, dtype=narrow.compute)  # whole on each device: no gathers
     tokens = write(lora or model, params, rows_of(1000, 1))[0]
     spelled = lambda row: "".join(chr(ord("a") + token) for token in row)
     zerojax.run.log(f"{spelled(tokens[:LETTERS])} backwards is {spelled(tokens[LETTERS + 1 :])}")

@@ -9,7 +9,7 @@ zeros. The base may be quantized (QLoRA): finetune_llama.py trains it. Copy what
 - `begin(key, where="layers/(q|k|v|proj|gate|up|down)")` leaves embedding and head in float32. A
   matrix stays in float32 if no block of 32 divides its last dimension.
 - The model decodes a layer at a time. An 8B that writes takes 5.2 GiB beside the state; with
-  `zerojax.manual.dequantized(params)` before it, 17.
+  `zerojax.manual.dequantize(params)` before it, 17.
 - `import_safetensors(file, state, names=lora.peft_names, keep="base")` reads PEFT's adapters:
   multiply each `b` by the scale that their config has.
 
@@ -86,7 +86,7 @@ class Lora:
         The zeros are made quantized: in float32, those of 8B would take 32 GB.
         """
         shapes = models_hf.structs(self)
-        base = zerojax.quantized(shapes["base"], codes, where=where)
+        base = zerojax.quantize(shapes["base"], codes, where=where)
         params = {"base": base, "lora": shapes["lora"]}
         params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
         for adapter in params["lora"].values():
@@ -97,7 +97,7 @@ class Lora:
     def __call__(self, params, tokens):
         """Takes a quantized base, too: each layer decodes its weights when it runs."""
         base, layers = dict(params["base"]), dict(params["base"]["layers"])
-        base = zerojax.manual.dequantized(base | {"layers": {}})
+        base = zerojax.manual.dequantize(base | {"layers": {}})
         return self.model({**base, "layers": {**layers, "lora": params["lora"]}}, tokens)
 
     def merged(self, state, dtype="bfloat16"):
@@ -105,13 +105,13 @@ class Lora:
 
         @jax.jit
         def weights(state, adapters):
-            base = zerojax.manual.dequantized(zerojax.unpad(state).params["base"])
+            base = zerojax.manual.dequantize(zerojax.unpad(state).params["base"])
             layers = dict(base["layers"])
             for name, adapter in adapters.items():
                 layers[name] += (adapter["a"] @ adapter["b"]).reshape(layers[name].shape)
             return jax.tree.map(lambda leaf: leaf.astype(dtype), {**base, "layers": layers})
 
-        return weights(state, zerojax.resharded(only_adapters(state))["lora"])
+        return weights(state, zerojax.reshard(only_adapters(state))["lora"])
 
 
 def is_base(params):

@@ -45,8 +45,8 @@ def train(args, step, state, evaluate, loss_fn, arrange=lambda text: text):
 
     def batch_of(text):
         batch = arrange(text)
-        mine = zerojax.run.process_slice(len(jax.tree.leaves(batch)[0]), plan=state)
-        return zerojax.shard_batch(jax.tree.map(lambda rows: rows[mine], batch), plan=state)
+        mine = zerojax.run.process_slice(len(jax.tree.leaves(batch)[0]), like=state)
+        return zerojax.shard_batch(jax.tree.map(lambda rows: rows[mine], batch), like=state)
 
     def say_loss(when):
         rng = np.random.default_rng(0)
@@ -57,7 +57,7 @@ def train(args, step, state, evaluate, loss_fn, arrange=lambda text: text):
     training, validation = read_text()
     rng = np.random.default_rng(1)
     text = sample_batch(training, rng, args.batch, args.tokens)
-    loss_and_norm = on_one_device(loss_fn, zerojax.full_params(state), text)
+    loss_and_norm = on_one_device(loss_fn, zerojax.gather_params(state), text)
     step = step.lower(state, batch_of(text)).compile()
     say_collectives(zerojax.audit(step, state, accumulate=args.accumulate))
     say_loss("before")

@@ -217,7 +217,7 @@ class Llama:
 
     def times(self, x, p, name):
         """Multiplies by a matrix of a layer, which may be quantized or have an adapter."""
-        y = jnp.tensordot(x, zerojax.manual.dequantized(p[name]), x.ndim - 2)
+        y = jnp.tensordot(x, zerojax.manual.dequantize(p[name]), x.ndim - 2)
         if name in (adapters := p.get("lora", {})):
             flat, adapter = x.reshape(*x.shape[:2], -1), adapters[name]
             y += (flat @ adapter["a"] @ adapter["b"]).reshape(y.shape)
@@ -300,7 +300,7 @@ class Mixtral(Mistral):
         shares = (shares / shares.sum(-1, keepdims=True)).reshape(-1)
         order = jnp.argsort(experts.reshape(-1))  # the tokens of an expert side by side
         counts = jnp.bincount(experts.reshape(-1), length=self.config["num_local_experts"])
-        weights = zerojax.manual.dequantized({name: p[name] for name in ("gate", "up", "down")})
+        weights = zerojax.manual.dequantize({name: p[name] for name in ("gate", "up", "down")})
         by_expert = lambda x, name: jax.lax.ragged_dot(x, weights[name], counts.astype(jnp.int32))
         x = flat[order // top]
         x = by_expert(jax.nn.silu(by_expert(x, "gate")) * by_expert(x, "up"), "down")

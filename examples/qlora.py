@@ -76,7 +76,7 @@ def main():
         mask = {name: jax.tree.map(lambda _, n=name: n == "base", params[name]) for name in params}
         tx = optax.selective_transform(optax.adam(args.lr), freeze_mask=mask)
         state = TrainState.create(apply_fn=None, params=params, tx=tx)
-        return zerojax.quantized(state, args.codes)  # what the optimizer does not update
+        return zerojax.quantize(state, args.codes)  # what the optimizer does not update
 
     state = zerojax.shard_train_state(make_state, stage=args.stage)
     stored = state.tx.plan.bytes_per_device()["params"] / 2**10

@@ -4,7 +4,7 @@
     python examples/sample.py --model nnx
     python examples/sample.py --names            # the tensors that an inference engine would get
 
-Every --sample-every steps, `zerojax.resharded` moves the parameters to where they are used, whole
+Every --sample-every steps, `zerojax.reshard` moves the parameters to where they are used, whole
 on each device, in one program. Each device then writes a text of its own, and no byte of it needs
 another device; training goes on from the sharded state. Models, losses and text are those of
 train_gpt.py and nnx_loop.py.
@@ -63,7 +63,7 @@ class Linen:
         return metrics
 
     def sample(self, prompts, key):
-        params = zerojax.resharded(self.state)
+        params = zerojax.reshard(self.state)
         return self.write(params, prompts, key)
 
 
@@ -86,7 +86,7 @@ class Nnx:
         return self.train_step(self.model, self.optimizer, text)
 
     def sample(self, prompts, key):
-        sampler = zerojax.nnx.merge(self.state, zerojax.resharded(self.state))
+        sampler = zerojax.nnx.merge(self.state, zerojax.reshard(self.state))
         graphdef, variables = nnx.split(sampler)
         return self.write((graphdef, nnx.as_pure(variables)), prompts, key)
 

@@ -194,7 +194,7 @@ def open_checkpoints(args):
 
 def write(model, params, prompt, count, temperature=0.8):
     """Returns the model's continuation of `prompt`, a full window of bytes."""
-    params = jax.tree.map(lambda leaf: leaf.addressable_data(0), zerojax.resharded(params))
+    params = jax.tree.map(lambda leaf: leaf.addressable_data(0), zerojax.reshard(params))
 
     def write_byte(window, key):
         logits = model.apply({"params": params}, window[None])[0, -1]

@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.gpu_code)
     gpu_code = [item for item in items if item.get_closest_marker("gpu_code")]
     try:
-        zerojax.aot.check_packages()
+        zerojax.aot._check_packages()
     except ModuleNotFoundError as error:
         for item in gpu_code:
             item.add_marker(pytest.mark.skip(reason=str(error)))

@@ -172,11 +172,11 @@ def test_missing_packages_are_named_with_the_command(names, tools, missing, comm
     installed(*names, tools=tools)
     text = f"compiling for GPUs needs packages that are missing here ({missing}). Run: {command}"
     with pytest.raises(ModuleNotFoundError) as raised:
-        zerojax.aot.check_packages()
+        zerojax.aot._check_packages()
     assert str(raised.value) == text
     with pytest.raises(ModuleNotFoundError, match="pip install 'jax"):
         zerojax.aot.mesh("7xH100")
-    assert zerojax.aot.install_command("cuda12" if names == OF_12 else "cuda13") == command
+    assert zerojax.aot._install_command("cuda12" if names == OF_12 else "cuda13") == command
 
 
 def test_tpus_need_libtpu_and_have_hosts_of_their_own(monkeypatch):
@@ -192,7 +192,7 @@ def test_tpus_need_libtpu_and_have_hosts_of_their_own(monkeypatch):
 def test_a_plugin_of_another_version_is_refused(installed):
     installed(*OF_13, tools=True, version="0.1.2")
     with pytest.raises(ModuleNotFoundError, match=r"jax-cuda13-plugin 0.1.2 does not match jax \d"):
-        zerojax.aot.check_packages()
+        zerojax.aot._check_packages()
 
 
 def test_cuda_13_is_not_asked_to_compile_for_a_v100(installed):

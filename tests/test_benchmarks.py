@@ -51,7 +51,7 @@ def ours(accumulate):
     state, batch = numbers(MODEL)
     state = zerojax.shard_train_state(state, stage=3)
     state, metrics = zerojax.train_step(MODEL.loss, accumulate=accumulate)(state, batch)
-    return metrics["loss"], by_name(zerojax.full_params(state.opt_state))
+    return metrics["loss"], by_name(zerojax.gather_params(state.opt_state))
 
 
 # What Flax's modules call the GPT's parameters: an expression makes its outermost layer first.

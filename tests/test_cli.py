@@ -43,7 +43,7 @@ def test_help_names_every_command(run):
     for command in ("forecast", "study", "audit", "launch", "table"):
         assert command in out
         assert run(command, "--help")[0] == OK
-    assert f"\n{zerojax.aot.install_command()}\n" in run("forecast", "--help")[1]
+    assert f"\n{zerojax.aot._install_command()}\n" in run("forecast", "--help")[1]
     assert run("--version")[:2] == (OK, zerojax.__version__ + "\n")
 
 

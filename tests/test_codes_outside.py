@@ -27,7 +27,7 @@ def make_state(kind="nf4"):
     frozen = jax.tree.map(lambda _: True, params) | {"lora": False}
     tx = optax.selective_transform(optax.adam(1e-3), freeze_mask=frozen)
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    return state if kind is None else zerojax.quantized(state, kind)
+    return state if kind is None else zerojax.quantize(state, kind)
 
 
 def test_a_model_called_on_codes_says_how_to_decode_them():
@@ -42,14 +42,14 @@ def test_a_model_called_on_codes_says_how_to_decode_them():
         lambda: np.asarray(packed),
         lambda: jnp.asarray(packed, jnp.bfloat16),
     ]
-    said = r"float32\[63, 64\] is stored in nf4.*zerojax\.manual\.dequantized\(params\)"
+    said = r"float32\[63, 64\] is stored in nf4.*zerojax\.manual\.dequantize\(params\)"
     for call in calls:
         with pytest.raises(TypeError, match=said):
             call()
     model = nnx.LoRALinear(64, 128, lora_rank=4, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.LoRAParam)
-    zerojax.nnx.quantized(model, optimizer)
-    with pytest.raises(TypeError, match=r"zerojax\.nnx\.merge\(s, zerojax\.manual\.dequantized\("):
+    zerojax.nnx.quantize(model, optimizer)
+    with pytest.raises(TypeError, match=r"zerojax\.nnx\.merge\(s, zerojax\.manual\.dequantize\("):
         model(jnp.ones((8, 64)))
 
 
@@ -58,7 +58,7 @@ def test_a_restore_of_codes_as_weights_says_so(tmp_path):
     codes, weights = make_state(), make_state(None)
     zerojax.save(tmp_path / "codes", zerojax.shard_train_state(codes, stage=3))
     zerojax.save(tmp_path / "weights", zerojax.shard_train_state(weights, stage=3))
-    said = re.compile("are quantized on one side only.*zerojax.quantized.*dequantized")
+    said = re.compile("are quantized on one side only.*zerojax.quantize.*dequantize")
     for path, like in (("codes", weights), ("weights", codes)):
         with pytest.raises(ValueError, match=said) as raised:
             zerojax.restore(tmp_path / path, like=zerojax.plan(like, stage=1))
@@ -69,7 +69,7 @@ MESSAGES = [
     (lambda: zerojax.Precision(moments="int4"), r"moments='int4'\).*'bfloat16', or 'int8'"),
     (lambda: zerojax.Precision(param="bfloat16", master="Split"), r"master='Split'\).*'split'"),
     (lambda: zerojax.stream(PLACED(), dtype="bf16"), r"dtype='bf16' is not a dtype of floats"),
-    (lambda: zerojax.resharded(PLACED(), dtype="bf16"), r"dtype='bf16' is not a dtype of floats"),
+    (lambda: zerojax.reshard(PLACED(), dtype="bf16"), r"dtype='bf16' is not a dtype of floats"),
     (lambda: zerojax.stream(lambda: 0), r"^the state is a function, and zerojax.stream takes"),
 ]
 PLACED = lambda: zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)

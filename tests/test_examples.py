@@ -223,7 +223,7 @@ def on_device(tree):
 
 
 def assert_same(one, other, tolerance=1e-5):
-    assert_close(*map(zerojax.full_params, (one, other)), tolerance)
+    assert_close(*map(zerojax.gather_params, (one, other)), tolerance)
 
 
 @pytest.mark.ci
@@ -256,10 +256,10 @@ def test_relora_merges_without_a_change_and_forgets(example):
     state = plan.place(make_state)
     nonzero = lambda path, leaf: leaf + 0.1 if "lora_b" in jax.tree_util.keystr(path) else leaf
     state = state.replace(params=jax.tree_util.tree_map_with_path(nonzero, state.params))
-    before = zerojax.full_params(state.params)
+    before = zerojax.gather_params(state.params)
     after = relora.merge_step(plan)(state, jax.random.key(1)).params
     assert on_device(after) < size(after) / 7
-    after = zerojax.full_params(after)
+    after = zerojax.gather_params(after)
     old, new = (params["blocks"]["up"] for params in (before, after))
     assert np.abs(new["kernel"] - old["kernel"]).max() > 0.01
     assert np.abs(new["lora_a"]["kernel"] - old["lora_a"]["kernel"]).max() > 0.1
@@ -284,12 +284,12 @@ def test_mezo_steps_the_same_on_one_device(example):
     for mesh in map(make_mesh, (1, 8)):
         plan = zerojax.plan(make_state, stage=3, mesh=mesh)
         step = mezo.mezo_step(loss_fn, plan, lr=1e-2, eps=1e-2)
-        batch = zerojax.shard_batch(x, mesh=mesh)
+        batch = zerojax.shard_batch(x, like=mesh)
         results.append(step(plan.place(make_state), batch, jax.random.key(3)))
     (alone, _), (state, metrics) = results
     assert_same(alone, state)
     assert on_device(state) == size(state) / 8
-    params = zerojax.full_params(state)
+    params = zerojax.gather_params(state)
     along = params["w"] - np.eye(64)
     assert np.std(along) == pytest.approx(1e-2 * abs(float(metrics["slope"][0])), rel=0.05)
     assert loss_fn(params, x) < loss_fn(make_state()["params"], x)
@@ -315,15 +315,15 @@ def test_zo2_has_mezo_s_losses_with_its_parameters_in_host_memory(example, tiny)
     step, settle = zo2.steps(model, on_host, 0.02, 1e-2)
     text = zerojax.shard_batch(TEXT)
     for n in range(3):
-        before, key = zerojax.full_params(plain), jax.random.key(n)
+        before, key = zerojax.gather_params(plain), jax.random.key(n)
         plain, wanted = stepped(plain, text, key)
         state, metrics = step(state, text, key)
         assert_close(metrics, wanted, 1e-3)
         kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state["params"])}
         assert kinds == {"pinned_host"}
-        assert_close(zerojax.full_params(state), before, 1e-4)
-    after = zerojax.full_params(settle(state))
-    assert_close(after, zerojax.full_params(plain), 1e-4)
+        assert_close(zerojax.gather_params(state), before, 1e-4)
+    after = zerojax.gather_params(settle(state))
+    assert_close(after, zerojax.gather_params(plain), 1e-4)
     moves = jax.tree.map(lambda new, old: np.max(abs(new - old)), after, before)
     assert min(jax.tree.leaves(moves)) > 1e-3
 

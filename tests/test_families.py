@@ -20,7 +20,7 @@ def test_family(name):
     family = FAMILIES[name]()
     mesh = family.mesh or make_mesh(2)
     state = zerojax.shard_train_state(family.make, mesh=mesh)
-    plan, batch = state.tx.plan, zerojax.shard_batch(BATCH, mesh=mesh)
+    plan, batch = state.tx.plan, zerojax.shard_batch(BATCH, like=mesh)
     traced = zerojax.train_step(family.loss).trace(state, batch)
     check_traffic(list(collectives(traced.jaxpr)), plan, family.scans)
     compiled = traced.lower().compile()

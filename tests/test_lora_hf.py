@@ -54,7 +54,7 @@ def same(got, wanted):
 def test_the_base_rests_in_the_codes_of_the_files(trained):
     """And is never there in float32: an 8B's would not fit where its codes do."""
     lora, state = trained
-    matrices = zerojax.quantized(drawn(models_hf.structs(lora.model)))
+    matrices = zerojax.quantize(drawn(models_hf.structs(lora.model)))
     got = zerojax.unpad(state).params["base"]
     assert jax.tree.structure(got) == jax.tree.structure(matrices)
     assert {leaf.dtype for leaf in jax.tree.leaves(got["layers"]["q"])} == {np.dtype("uint8")}
@@ -65,17 +65,17 @@ def test_the_base_rests_in_the_codes_of_the_files(trained):
 
 def test_a_merged_model_computes_what_base_and_adapters_do(trained):
     lora, state = trained
-    params = zerojax.resharded(state)
+    params = zerojax.reshard(state)
     logits = jax.jit(lora)(params, TOKENS)
     merged = lora.merged(state, "float32")
     np.testing.assert_allclose(jax.jit(lora.model)(merged, TOKENS), logits, atol=2e-5)
-    base = lora.model(zerojax.manual.dequantized(params["base"]), TOKENS)
+    base = lora.model(zerojax.manual.dequantize(params["base"]), TOKENS)
     assert np.abs(base - logits).max() > 0.1
 
 
 def test_a_model_in_a_loop_decodes_a_layer_at_a_time(trained):
     lora, state = trained
-    jaxpr = str(jax.make_jaxpr(lora)(zerojax.resharded(state), TOKENS))
+    jaxpr = str(jax.make_jaxpr(lora)(zerojax.reshard(state), TOKENS))
     assert "f32[32,96]" in jaxpr and "f32[2,32,96]" not in jaxpr
 
 
@@ -149,9 +149,9 @@ def test_experts_have_no_adapters_and_decode_codes():
             lora_hf.Lora(model, RANK, targets).dims()
     lora = lora_hf.Lora(mixtral, RANK, lora_hf.MATRICES[:4])
     params = drawn(models_hf.structs(lora))
-    codes = params | {"base": zerojax.quantized(params["base"], "int8")}
+    codes = params | {"base": zerojax.quantize(params["base"], "int8")}
     ups = jax.tree.leaves(codes["base"]["layers"]["up"])
     assert {leaf.dtype for leaf in ups} == {np.dtype("uint8")}
-    weights = {**codes, "base": zerojax.manual.dequantized(codes["base"])}
+    weights = {**codes, "base": zerojax.manual.dequantize(codes["base"])}
     wanted = jax.jit(lora)(weights, TOKENS)
     np.testing.assert_allclose(jax.jit(lora)(codes, TOKENS), wanted, atol=2e-5)

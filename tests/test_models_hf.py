@@ -88,7 +88,7 @@ def test_a_model_computes_what_transformers_does(family, tmp_path):
     assert all(leaf.dim is not None for leaf in plan.params)
     for value, leaf in zip(jax.tree.leaves(params), plan.params, strict=True):
         assert value.sharding.is_equivalent_to(leaf.rest.sharding(plan.mesh), value.ndim)
-    full = zerojax.full_params(zerojax.unpad({"params": params}, plan))
+    full = zerojax.gather_params(zerojax.unpad({"params": params}, plan))
     images = hf_reference.images().transpose(0, 2, 3, 1)
     inputs = images if family == "vit" else hf_reference.tokens()
     with jax.default_matmul_precision("highest"):

@@ -116,7 +116,7 @@ def test_the_forecasts_on_the_pages_run(tmp_path):
 
 # -- commands
 
-INSTALL = zerojax.aot.install_command()
+INSTALL = zerojax.aot._install_command()
 # What CI runs anyway, what a user sets, and what takes minutes and is played in tests/test_cli.py.
 ELSEWHERE = re.compile(r"make (demo|test)$|export XLA_FLAGS=|zerojax (forecast .* --choose|study )")
 
@@ -221,7 +221,7 @@ def test_what_the_text_names_is_there(named, pages):
 
 
 def test_compiling_for_gpus_needs_the_same_line_everywhere():
-    """In the text; that of errors and of --help is what `install_command` returns."""
+    """In the text; that of errors and of --help is what `_install_command` returns."""
     packages = json.dumps(INSTALL.replace("'", "").split()[2:])
     assert f"gpu-compile = {packages}\n" in (ROOT / "pyproject.toml").read_text()
     texts = {page.name: page.read_text() for page in (*PAGES, *NOTEBOOKS)}

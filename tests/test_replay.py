@@ -1,4 +1,4 @@
-"""`zerojax.tools.replayed`: which device is named, and that a healthy run is the run without it."""
+"""`zerojax.tools.replay`: which device is named, and that a healthy run is the run without it."""
 
 from unittest import mock
 
@@ -84,7 +84,7 @@ def test_the_device_is_named_and_nothing_is_lost(where, what, how):
     change = getattr(fault, where)
     state = zerojax.shard_train_state(make, stage=3, **placed)
     step = zerojax.train_step(lambda params, x: layers(params, x, change), **scheduled(options))
-    step = zerojax.tools.replayed(step, every=2)
+    step = zerojax.tools.replay(step, every=2)
     if how == "compiled":
         step = step.compile(state, ROWS)
     passed = []
@@ -114,7 +114,7 @@ def same(step):
 
 
 def every_second(step):
-    return zerojax.tools.replayed(step, every=2)
+    return zerojax.tools.replay(step, every=2)
 
 
 def run(wrapped, placed, options, calls=3):
@@ -143,7 +143,7 @@ def test_a_healthy_run_gives_the_same_bits(placed, options):
 
 def test_a_step_from_a_file_checks_and_audits_are_of_the_step(tmp_path):
     step = zerojax.train_step(layers)
-    checks, state = zerojax.tools.replayed(step, every=1), zerojax.shard_train_state(make_state)
+    checks, state = zerojax.tools.replay(step, every=1), zerojax.shard_train_state(make_state)
     checks.compile(state, ROWS).save(tmp_path / "step.bin")
     loaded = checks.load(tmp_path / "step.bin", state, ROWS)
     audits = (zerojax.audit(each, state, ROWS) for each in (step, checks))
@@ -155,7 +155,7 @@ def test_a_step_from_a_file_checks_and_audits_are_of_the_step(tmp_path):
 
 def test_a_call_that_is_refused_is_no_call():
     state = zerojax.shard_train_state(make_state, stage=3)
-    step = zerojax.tools.replayed(zerojax.train_step(layers), every=2)
+    step = zerojax.tools.replay(zerojax.train_step(layers), every=2)
     with pytest.raises(ValueError, match="7"):
         step(state, ROWS[:7])
     with mock.patch.object(step.replays, "check") as check:
@@ -188,7 +188,7 @@ def test_a_copy_that_differs_is_named():
     place = NamedSharding(plan.mesh, PartitionSpec())
     params = {"w": jax.make_array_from_single_device_arrays((3, 8, 8), place, parts)}
     step = zerojax.train_step(layers, plan=plan, tx=tx, donate=False)
-    step = zerojax.tools.replayed(step, every=1)
+    step = zerojax.tools.replay(step, every=1)
     with pytest.raises(ReplayError, match="in its copy of 0/w, in both runs") as raised:
         step((params, opt_state), ROWS)
     assert raised.value.devices == (jax.devices()[BROKEN],)
@@ -197,7 +197,7 @@ def test_a_copy_that_differs_is_named():
 def test_a_program_that_is_not_deterministic():
     fault = Fault(every=True)
     step = zerojax.train_step(lambda params, x: layers(params, fault.in_forward(x)))
-    step = zerojax.tools.replayed(step, every=1)
+    step = zerojax.tools.replay(step, every=1)
     state = zerojax.shard_train_state(make_state, stage=3)
     with pytest.raises(ReplayError, match="xla_gpu_exclude_nondeterministic_ops=True"):
         step(state, ROWS)
@@ -206,17 +206,17 @@ def test_a_program_that_is_not_deterministic():
 def test_refusals():
     step = zerojax.train_step(layers)
     with pytest.raises(ValueError, match="every=0 must be 1 or more"):
-        zerojax.tools.replayed(step, every=0)
+        zerojax.tools.replay(step, every=0)
     state = zerojax.shard_train_state(make_state, stage=3)
     for other in (step.compile(state, ROWS), zerojax.eval_step(layers)):
         with pytest.raises(TypeError, match="compile the result"):
-            zerojax.tools.replayed(other, every=1)
-    twice = zerojax.tools.replayed(step, every=1)
+            zerojax.tools.replay(other, every=1)
+    twice = zerojax.tools.replay(step, every=1)
     with pytest.raises(TypeError, match=r"already\. Pass the step that it was made from"):
-        zerojax.tools.replayed(twice, every=1)
+        zerojax.tools.replay(twice, every=1)
     assert zerojax.verify(twice, state, ROWS).ok and twice.replays.calls == 0
     with pytest.raises(ValueError, match="Call it outside"):
-        jax.jit(zerojax.tools.replayed(step, every=1))(state, ROWS)
+        jax.jit(zerojax.tools.replay(step, every=1))(state, ROWS)
 
 
 @pytest.mark.gpu_code
@@ -224,7 +224,7 @@ def test_the_checksums_move_nothing():
     """The program that checks sends on GPUs what the step itself sends."""
     plan = zerojax.plan(make_state, stage=3, mesh=zerojax.aot.mesh("8xH100"))
     args = plan.abstract(), zerojax.aot.batch(ROWS, plan)
-    step = zerojax.tools.replayed(zerojax.train_step(layers), every=1)
+    step = zerojax.tools.replay(zerojax.train_step(layers), every=1)
     pair = step, step.replays.checking
     programs = (each.lower(*args).compile().as_text() or "" for each in pair)
     kinds = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"

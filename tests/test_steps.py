@@ -48,7 +48,7 @@ def test_it_keeps_the_contract_of_its_stage(row):
     report, is_kept = row.report, row.options.get("donate", True)
     assert len(report.findings()) == (not is_kept), report.findings()
     assert report.backend == "cpu" and report.trains != row.is_eval
-    assert report.plan.pads == (3 in row.mesh.devices.shape)
+    assert report.plan._pads == (3 in row.mesh.devices.shape)
     assert report.accumulate == row.options.get("accumulate", 1)
 
 

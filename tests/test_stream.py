@@ -144,9 +144,9 @@ def test_an_engine_takes_tensors_by_dlpack():
 # Of 8 devices, one has only padding of each; `experts` are sharded along their layers.
 FROZEN = {"up": normal(4, 33, 96), "down": normal(4, 41, 64), "experts": normal(8, 5, 64)}
 PACKED = {
-    "blocks": zerojax.quantized({name: FROZEN[name] for name in ("up", "down")}),
-    "experts": zerojax.quantized(FROZEN["experts"], "int8"),
-    "table": zerojax.quantized(normal(40, 32), "int4"),
+    "blocks": zerojax.quantize({name: FROZEN[name] for name in ("up", "down")}),
+    "experts": zerojax.quantize(FROZEN["experts"], "int8"),
+    "table": zerojax.quantize(normal(40, 32), "int4"),
     "head": normal(17, 8),
 }
 PACKED_NAMES = {
@@ -157,7 +157,7 @@ PACKED_NAMES = {
 
 
 def weights_under_names(dtype):
-    weights = jax.tree.map(np.asarray, zerojax.manual.dequantized(PACKED))
+    weights = jax.tree.map(np.asarray, zerojax.manual.dequantize(PACKED))
     found = {name: weights[name] for name in ("head", "table")}
     found |= {f"h.{n}.up": weights["blocks"]["up"][n].T for n in range(4)}
     found |= {f"h.{n}.down": weights["blocks"]["down"][n] for n in range(4)}
@@ -294,7 +294,7 @@ def test_resharding_for_gpus_takes_one_leaf_beside_the_result(row, monkeypatch):
     monkeypatch.setattr(
         _resharding, "_mover", lambda moves: lambda v: asked.extend((moves, v)) or v
     )
-    zerojax.resharded(plan.abstract(), dtype="bfloat16", plan=plan)
+    zerojax.reshard(plan.abstract(), dtype="bfloat16", plan=plan)
     moves, values = asked
     whole = [NamedSharding(plan.mesh, P()) for _ in moves]
     move = jax.jit(lambda values: real(moves)(values), out_shardings=whole)
@@ -357,9 +357,9 @@ def test_resharded_parameters_are_where_they_were_asked_for(case, compiled):
     state = placed(**ROWS[row])
     _resharding._mover.cache_clear()
     compiled.clear()
-    params = zerojax.resharded(state, **options)
+    params = zerojax.reshard(state, **options)
     assert compiled.count("jit(move)") == 1, compiled
-    again = zerojax.resharded(state, **options)
+    again = zerojax.reshard(state, **options)
     assert compiled.count("jit(move)") == 1, compiled
     jax.tree.map(lambda leaf: leaf.delete(), state.params)
     dtype = options.get("dtype", "float32")
@@ -393,7 +393,7 @@ def test_a_second_nnx_model_samples_while_the_first_trains():
     zerojax.nnx.shard(model, optimizer, stage=3)
     step(model, optimizer, x)
     state = zerojax.nnx.state(model, optimizer)
-    sampler = zerojax.nnx.merge(state, zerojax.resharded(state))
+    sampler = zerojax.nnx.merge(state, zerojax.reshard(state))
     assert sampler.inner.kernel.get_raw_value().shape == (31, 257)
     assert sampler.inner.kernel.sharding.is_fully_replicated
     for each in (model, sampler):
@@ -420,18 +420,18 @@ REFUSED = [
     (zerojax.stream, {}, {}, ValueError, r"nothing to stream: you passed a dict"),
     (zerojax.stream, BARE, {}, TypeError, r"w is a ndarray, and zerojax.stream.*shard_train_state"),
     (zerojax.stream, ON_ONE, {}, TypeError, r"w is on no mesh, and zerojax.stream takes"),
-    (zerojax.resharded, BARE, {}, TypeError, r"w is a ndarray, and zerojax.resharded takes"),
-    (zerojax.resharded, {}, {}, ValueError, r"has no parameters"),
-    (zerojax.resharded, STATE, {"dtype": "int8"}, TypeError, r"not a dtype of floats"),
-    (zerojax.resharded, STATE, {"over": "gpu"}, ValueError, r"over='gpu'.*has \('data',\)"),
-    (zerojax.resharded, STATE, {"over": 3}, ValueError, r"over=3 must name axes"),
-    (zerojax.resharded, STATE, {"over": "data"}, ValueError, r"head \(shape \(257, 31\)\) cannot.*"
+    (zerojax.reshard, BARE, {}, TypeError, r"w is a ndarray, and zerojax.reshard takes"),
+    (zerojax.reshard, {}, {}, ValueError, r"has no parameters"),
+    (zerojax.reshard, STATE, {"dtype": "int8"}, TypeError, r"not a dtype of floats"),
+    (zerojax.reshard, STATE, {"over": "gpu"}, ValueError, r"over='gpu'.*has \('data',\)"),
+    (zerojax.reshard, STATE, {"over": 3}, ValueError, r"over=3 must name axes"),
+    (zerojax.reshard, STATE, {"over": "data"}, ValueError, r"head \(shape \(257, 31\)\) cannot.*"
      r"8 does not divide dimension 0.*overrides=\{'head': jax.sharding.PartitionSpec\(\)\}"),
-    (zerojax.resharded, STATE, {"overrides": {"nose": P()}}, ValueError, r"'nose', which matches"),
-    (zerojax.resharded, STATE, {"overrides": {"q": P("x")}}, ValueError, r"blocks/q .*no axis 'x'"),
-    (zerojax.resharded, STATE, {"overrides": {"q": P(*"abcd")}}, ValueError, r"no axis 'a'"),
-    (zerojax.resharded, STATE, {"overrides": {"ids": P(None, None)}}, ValueError, r"fewer dimens"),
-    (zerojax.resharded, STATE, {"overrides": {"q": 3}}, TypeError, r"blocks/q on 3; pass a"),
+    (zerojax.reshard, STATE, {"overrides": {"nose": P()}}, ValueError, r"'nose', which matches"),
+    (zerojax.reshard, STATE, {"overrides": {"q": P("x")}}, ValueError, r"blocks/q .*no axis 'x'"),
+    (zerojax.reshard, STATE, {"overrides": {"q": P(*"abcd")}}, ValueError, r"no axis 'a'"),
+    (zerojax.reshard, STATE, {"overrides": {"ids": P(None, None)}}, ValueError, r"fewer dimens"),
+    (zerojax.reshard, STATE, {"overrides": {"q": 3}}, TypeError, r"blocks/q on 3; pass a"),
 ]  # fmt: skip
 
 
@@ -449,4 +449,4 @@ def test_a_state_that_was_trained_on_meanwhile_is_named():
     with pytest.raises(ValueError, match=r"state leaf .* is gone"):
         list(tensors)
     with pytest.raises(ValueError, match=r"is gone"):
-        zerojax.resharded(state)
+        zerojax.reshard(state)

@@ -65,7 +65,7 @@ def test_a_part_leaves_without_its_padding(part, padded, model, tmp_path):
     tree = part(padded, model)
     export_safetensors(tmp_path / "weights", tree)
     assert kernel_in(tmp_path / "weights") in ((97, 17), (17, 97))
-    for full in (dict(zerojax.stream(tree)), zerojax.full_params(nnx.as_pure(tree))):
+    for full in (dict(zerojax.stream(tree)), zerojax.gather_params(nnx.as_pure(tree))):
         shapes = {leaf.shape for leaf in jax.tree.leaves(full)}
         assert shapes & {(97, 17), (17, 97)} and not shapes & {(104, 17), (17, 104)}
 
@@ -100,10 +100,10 @@ def test_the_mesh_in_a_message_is_one_of_all_devices():
     with pytest.raises(ValueError, match=line):
         zerojax.plan(state, groups={"params": "gpu"})
     with pytest.raises(ValueError, match=line):
-        zerojax.plan(state).regathering(("gpu",))
+        zerojax.plan(state)._regathering(("gpu",))
     mesh = zerojax.mesh(node=2, gpu=-1)
     assert mesh.shape == {"node": 2, "gpu": 4}
-    zerojax.plan(state, mesh=mesh, groups={"params": "gpu"}).regathering(("gpu",))
+    zerojax.plan(state, mesh=mesh, groups={"params": "gpu"})._regathering(("gpu",))
 
 
 TWO = jax.sharding.Mesh(jax.devices()[:2], ("data",))
@@ -143,8 +143,8 @@ CALLS = [
     ),
     (lambda _, plan: zerojax.shard_batch(ROWS, TWO), {}, "batch, mesh"),
     (lambda _, plan: zerojax.shard_batch(ROWS, TWO, axis="data"), {}, "batch, mesh, axis='data'"),
-    (lambda _, plan: zerojax.shard_batch(ROWS, plan=plan), {"mesh": TWO}, "batch, plan=plan"),
-    (lambda state, _: zerojax.shard_batch(ROWS, plan=state), {"mesh": TWO}, "batch, plan=state"),
+    (lambda _, plan: zerojax.shard_batch(ROWS, like=plan), {"mesh": TWO}, "batch, plan=plan"),
+    (lambda state, _: zerojax.shard_batch(ROWS, like=state), {"mesh": TWO}, "batch, plan=state"),
 ]
 
 
@@ -209,21 +209,21 @@ def test_a_plan_says_why_a_frozen_matrix_has_no_codes(capsys):
     tx = optax.selective_transform(TX, freeze_mask=mask)
     state = train_state(params, tx)
     assert "kept as" not in str(zerojax.plan(state, stage=3))
-    plan = zerojax.plan(zerojax.quantized(state), stage=3)
+    plan = zerojax.plan(zerojax.quantize(state), stage=3)
     why = "wide: no block of 32 to 64 divides rows of 16"
     (row,) = (line for line in str(plan).splitlines() if "no block" in line)
     assert "params/heads" in row and why in row
     plan.show("params/heads")
     assert f", kept {why}" in capsys.readouterr().out
     # A mask with nodes of codes, and so an optimizer's state with them.
-    codes = {"base": zerojax.quantized({"up": params["up"]}), "lora": params["lora"]}
+    codes = {"base": zerojax.quantize({"up": params["up"]}), "lora": params["lora"]}
     mask_of_codes = {"base": jax.tree.map(lambda _: True, codes["base"]), "lora": False}
     adapted = optax.selective_transform(optax.adam(1e-3), freeze_mask=mask_of_codes)
     adapted = train_state(codes, adapted)
     assert "params/base/up/nf4" in str(zerojax.plan(adapted, stage=3))
     del params["up"], mask["up"]
     with pytest.raises(ValueError, match=r"nothing: .* heads, float32\[64, 4, 16\].*longer rows"):
-        zerojax.quantized(train_state(params, tx))
+        zerojax.quantize(train_state(params, tx))
 
 
 # -- gradients of each example, and two copies of parameters
@@ -261,6 +261,6 @@ def test_lookahead_takes_the_gradients_of_its_fast_parameters():
             jax.grad(SQUARES)(params.fast, EXAMPLES), opt_state, params
         )
         params = optax.apply_updates(params, updates)
-    assert_close(zerojax.full_params(state), params, 1e-4)
+    assert_close(zerojax.gather_params(state), params, 1e-4)
     with pytest.raises(ValueError, match=r"parameters in fast: pass all.* read params.fast, or"):
         zerojax.value_and_grad(SQUARES, state.tx.plan)(state.params.fast, EXAMPLES)

@@ -24,7 +24,7 @@ from tests import house
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
     "Checkpoints", "Offload", "Plan", "Precision", "QuantizedWire", "Schedule", "audit",
-    "eval_step", "forecast", "full_params", "initialize", "mean", "mesh", "pad_batch", "plan",
+    "eval_step", "forecast", "gather_params", "initialize", "mean", "mesh", "pad_batch", "plan",
     "quantized", "resharded", "restore", "save", "shard_batch", "shard_train_state", "stream",
     "train_step", "unpad", "value_and_grad", "verify",
 }  # fmt: skip
@@ -36,7 +36,7 @@ CHECKPOINT = {
     "Checkpoints", "Extras", "Preempted", "export_safetensors", "import_safetensors",
     "read_extras", "restore", "save",
 }  # fmt: skip
-MANUAL = {"ModuleState", "dequantized", "master_weights", "narrow_moments"}
+MANUAL = {"ModuleState", "dequantize", "master_weights", "narrow_moments"}
 RUN = {"Watchdog", "elastic", "initialize", "log", "process_slice"}
 SUBMODULES = {"aot", "checkpoint", "manual", "nnx", "run", "tools"}
 MOST_PUBLIC = 32  # names at the top level, with these modules

@@ -23,9 +23,9 @@ WRONG = {"None": None, "int": 3, "str": "x", "list": [1], "object": object()}
 PACKAGE = str(pathlib.Path(zerojax.__file__).parent)
 IN_NNX = "eval_step merge quantized shard state train_step update"
 OF_MODULES = {f"nnx.{name}": getattr(zerojax.nnx, name) for name in IN_NNX.split()}
-OF_MODULES |= {f"aot.{n}": getattr(zerojax.aot, n) for n in ("batch", "install_command", "mesh")}
+OF_MODULES |= {f"aot.{n}": getattr(zerojax.aot, n) for n in ("batch", "_install_command", "mesh")}
 # What users do not make, what takes anything, and numbers of a table.
-NONE_OF_THEM = {"Plan", "checkpoint.Extras", "checkpoint.Preempted", "manual.ModuleState"}
+NONE_OF_THEM = {"Plan", "checkpoint.Extras", "checkpoint.Preempted", "ModuleState"}
 NONE_OF_THEM |= {"run.log", "tools.Rates", "tools.ReplayError", "tools.Report"}
 NONE_OF_THEM |= {"tools.Verification"}
 FUNCTIONS = {name: f for name, f in {**NAMED, **OF_MODULES}.items() if name not in NONE_OF_THEM}
@@ -71,7 +71,7 @@ def arguments(name, function, values, folder):
     needed = [p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
     needed += {"nnx.shard": ["optimizer"], "audit": ["state", "batch"]}.get(name, [])
     needed += ["xs"] if name == "manual.scan" else []
-    if name == "quantized":
+    if name == "quantize":
         right["state"] = made()
     return {each: right[each] for each in needed if each in right}
 
@@ -92,7 +92,7 @@ def test_arguments_of_wrong_types_are_named(name, values, tmp_path, monkeypatch)
         raise ReachedError
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(zerojax.aot, "check_packages", reached)  # before a compile for GPUs
+    monkeypatch.setattr(zerojax.aot, "_check_packages", reached)  # before a compile for GPUs
     monkeypatch.setattr(jax.distributed, "initialize", reached)
     function, left = FUNCTIONS[name], []
     parameters = inspect.signature(function).parameters.values()
@@ -173,9 +173,9 @@ SAID = [
     (case(zerojax.Precision, param_dtype="bfloat16"), r"no param_dtype=. Pass compute= \(FSDP2's"),
     (case(zerojax.eval_step, loss, mutable=None), r"mutable=None does not name"),
     (case(zerojax.value_and_grad, loss, PLAN, has_aux=1), r"has_aux=1 must be True"),
-    (case(zerojax.full_params, "a"), r"the state is a str, which JAX does"),
-    (case(zerojax.full_params, PLAN), r"the state is a Plan, which JAX does"),
-    (case(zerojax.full_params, SHAPES), r"leaf step is a ShapeDtypeStruct, which"),
+    (case(zerojax.gather_params, "a"), r"the state is a str, which JAX does"),
+    (case(zerojax.gather_params, PLAN), r"the state is a Plan, which JAX does"),
+    (case(zerojax.gather_params, SHAPES), r"leaf step is a ShapeDtypeStruct, which"),
     (case(zerojax.shard_train_state, loss), NO_MAKER),
     (case(zerojax.forecast, made, loss, BATCH, gpus="8xT4"), r"The loss comes first, zerojax.fo"),
     (sharded({"n": "a"}), r"batch leaf n is a str.*leave it"),

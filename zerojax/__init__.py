@@ -28,14 +28,14 @@ if typing.TYPE_CHECKING:
     from zerojax._plan.offload import Offload as Offload
     from zerojax._plan.plan import Plan as Plan
     from zerojax._plan.planner import (
-        full_params as full_params,
+        gather_params as gather_params,
         plan as plan,
         shard_train_state as shard_train_state,
         unpad as unpad,
     )
     from zerojax._plan.precision import Precision as Precision
-    from zerojax._plan.quantize import quantized as quantized
-    from zerojax._plan.resharding import resharded as resharded
+    from zerojax._plan.quantize import quantize as quantize
+    from zerojax._plan.resharding import reshard as reshard
     from zerojax._run.processes import initialize as initialize
     from zerojax._step.grad import value_and_grad as value_and_grad
     from zerojax._step.schedule import Schedule as Schedule
@@ -61,10 +61,10 @@ _EXPORTS = {
     "_loss.pad_batch": ["pad_batch"],
     "_plan.mesh": ["mesh"],
     "_plan.plan": ["Plan"],
-    "_plan.planner": ["full_params", "plan", "shard_train_state", "unpad"],
+    "_plan.planner": ["gather_params", "plan", "shard_train_state", "unpad"],
     "_plan.precision": ["Precision"],
-    "_plan.quantize": ["quantized"],
-    "_plan.resharding": ["resharded"],
+    "_plan.quantize": ["quantize"],
+    "_plan.resharding": ["reshard"],
     "_run.processes": ["initialize"],
     "_step.grad": ["value_and_grad"],
     "_step.schedule": ["Schedule"],

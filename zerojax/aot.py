@@ -151,13 +151,13 @@ def _tpus(name: str) -> list[Device]:
 
 @functools.cache
 def _devices(name: str, hosts: int, local: int) -> list[Device]:
-    check_packages()
+    _check_packages()
     gpu = _gpus.GPUS[name]
     if gpu.capability < _gpus.CUDA_13 and _cuda() == "cuda13":  # XLA may end the process
         raise ModuleNotFoundError(
             f"CUDA 13 does not compile for a {name}; CUDA 12 does. Make an environment without "
             f"jax-cuda13-plugin, and run there: pip install zerojax jax=={jax.__version__} && "
-            f"{install_command('cuda12')}"
+            f"{_install_command('cuda12')}"
         )
     # The plugin refuses machines without a driver, unless it finds this when it is first loaded.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -181,11 +181,11 @@ def _devices(name: str, hosts: int, local: int) -> list[Device]:
     return list(topology.devices)
 
 
-def check_packages() -> None:
+def _check_packages() -> None:
     """Raises if a package is missing, without which the compiler would end the process.
 
     Example:
-        >>> zerojax.aot.check_packages()  # raises ModuleNotFoundError with the pip line
+        >>> zerojax.aot._check_packages()  # raises ModuleNotFoundError with the pip line
     """
     cuda = _cuda()
     packages = {
@@ -197,24 +197,24 @@ def check_packages() -> None:
     if missing := [package for package, at in packages.items() if not at]:
         raise ModuleNotFoundError(
             f"compiling for GPUs needs packages that are missing here ({', '.join(missing)}). Run: "
-            f"{install_command(cuda)}"
+            f"{_install_command(cuda)}"
         )
     version = importlib.metadata.version(f"jax-{cuda}-plugin")
     if version != jax.__version__:
         raise ModuleNotFoundError(
             f"jax-{cuda}-plugin {version} does not match jax {jax.__version__}. Run: "
-            f"{install_command(cuda)}"
+            f"{_install_command(cuda)}"
         )
 
 
 @checked
-def install_command(cuda: str = "cuda13") -> str:
+def _install_command(cuda: str = "cuda13") -> str:
     """Returns the command that installs the compiler for GPUs: 0.7 GB, without CUDA libraries.
 
     It keeps the installed JAX, and fetches the compiler that matches it.
 
     Example:
-        >>> print(zerojax.aot.install_command())
+        >>> print(zerojax.aot._install_command())
         pip install 'jax[cuda13-local]' nvidia-cuda-nvcc
     """
     tools = "nvidia-cuda-nvcc" if cuda == "cuda13" else f"nvidia-cuda-nvcc-{cuda.replace('da', '')}"

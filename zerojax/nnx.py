@@ -53,7 +53,7 @@ def merge(state: State, params: PyTree) -> nnx.Module:
     """Returns a new model with these parameters, and copies of the state's other variables.
 
     To generate while the model trains, with parameters that stay where they are used, merge
-    `zerojax.resharded(state)`.
+    `zerojax.reshard(state)`.
 
     Example:
         >>> import zerojax.nnx
@@ -61,7 +61,7 @@ def merge(state: State, params: PyTree) -> nnx.Module:
         >>> model = nnx.Linear(64, 16, rngs=nnx.Rngs(0))
         >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
         >>> state = zerojax.nnx.state(*zerojax.nnx.shard(model, optimizer, stage=3))
-        >>> print(zerojax.nnx.merge(state, zerojax.resharded(state))(jnp.ones((1, 64))).shape)
+        >>> print(zerojax.nnx.merge(state, zerojax.reshard(state))(jnp.ones((1, 64))).shape)
         (1, 16)
     """
     values = jax.tree.map(jnp.copy, state.variables["values"])
@@ -70,7 +70,7 @@ def merge(state: State, params: PyTree) -> nnx.Module:
     except ValueError as error:
         raise ValueError(
             f"params= are not the parameters of the model in state= ({error}). Pass state.params, "
-            "or what zerojax.unpad, resharded or dequantized makes of them."
+            "or what zerojax.unpad, reshard or dequantize makes of them."
         ) from error
 
 
@@ -147,7 +147,7 @@ def _renew(model: nnx.Module, optimizer: nnx.Optimizer, tx: optax.GradientTransf
 
 
 @checked
-def quantized(
+def quantize(
     model: nnx.Module,
     optimizer: nnx.Optimizer,
     codes: str = "nf4",
@@ -155,11 +155,11 @@ def quantized(
     where: str | None = None,
     block: int = 64,
 ) -> tuple[nnx.Module, nnx.Optimizer]:
-    """Quantizes frozen weights of a model to 4 or 8 bits, in place: see `zerojax.quantized`.
+    """Quantizes frozen weights of a model to 4 or 8 bits, in place: see `zerojax.quantize`.
 
     Call it before `shard`, or in the function that makes the model. A step's loss gets the model
     with its weights. To call the model yourself, make a second one, and go on training this one:
-    `zerojax.nnx.merge(s, zerojax.manual.dequantized(s.params))` with
+    `zerojax.nnx.merge(s, zerojax.manual.dequantize(s.params))` with
     `s = zerojax.nnx.state(model, optimizer)`.
 
     Example:
@@ -167,14 +167,14 @@ def quantized(
         >>> from flax import nnx
         >>> model = nnx.LoRALinear(64, 128, lora_rank=4, rngs=nnx.Rngs(0))
         >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.LoRAParam)
-        >>> zerojax.nnx.shard(*zerojax.nnx.quantized(model, optimizer), stage=3)[0] is model
+        >>> zerojax.nnx.shard(*zerojax.nnx.quantize(model, optimizer), stage=3)[0] is model
         True
         >>> step = zerojax.nnx.train_step(lambda model, x: jnp.mean((model(x) - 1) ** 2))
         >>> float(step(model, optimizer, jnp.zeros((8, 64)))["loss"])
         1.0
     """
     old = state(model, optimizer)
-    new = _quantize.quantized(old, codes, where=where, block=block)
+    new = _quantize.quantize(old, codes, where=where, block=block)
     nnx.update(model, new.params)
     if jax.tree.structure(new.opt_state) != jax.tree.structure(old.opt_state):
         _renew(model, optimizer, optimizer.tx)
@@ -203,10 +203,10 @@ class ModelStep:
     """
 
     def __init__(self, functional: Callable[..., PyTree]) -> None:
-        self.functional = functional
+        self._functional = functional
 
     def __repr__(self) -> str:
-        return repr(self.functional)
+        return repr(self._functional)
 
     def pure(
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, rng: PyTree = None
@@ -222,12 +222,12 @@ class ModelStep:
             )
         leaves, treedef = jax.tree.flatten(placed)
         traced = any(issubclass(kind, Tracer) for kind in kinds_of(batch))  # inside `jax.jit`
-        if not traced and (back := plan.brought_back(leaves)):
+        if not traced and (back := plan._brought_back(leaves)):
             leaves = [back.get(at, leaf) for at, leaf in enumerate(leaves)]
             placed = treedef.unflatten(leaves)
             update(model, optimizer, placed)
             # New variables may show logical values only now.
-            placed = state(model, optimizer) if plan.pads_params else placed
+            placed = state(model, optimizer) if plan._pads_params else placed
         # A step returns replicated counts; from counts elsewhere, it would compile a second time.
         everywhere = NamedSharding(plan.mesh, PartitionSpec())
         for variable in _nnx_state.stream_variables(rng, nnx.RngState):
@@ -235,7 +235,7 @@ class ModelStep:
             if not isinstance(value, Tracer) and value.sharding != everywhere:
                 variable.set_value(_move.moved(value, everywhere))
         keys = _keys(placed, rng)
-        return self.functional, placed, batch, *([] if keys is None else [keys])
+        return self._functional, placed, batch, *([] if keys is None else [keys])
 
     def compile(self, *args: PyTree) -> "ModelStep":
         """Compiles the step for `(model, optimizer, batch[, rng])`, and runs nothing."""
@@ -249,12 +249,12 @@ class ModelStep:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a compiled step to a file."""
-        self.functional.save(path)
+        self._functional.save(path)
 
     def _unmade(self, make: PyTree, rng: PyTree = None) -> tuple:
         """Returns the arguments of forecasts: a step, a function that makes a state, and keys."""
         source = functools.partial(_nnx_state.made_state, make)
-        return self.functional, source, _keys(jax.eval_shape(source), rng)
+        return self._functional, source, _keys(jax.eval_shape(source), rng)
 
     def __call__(
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, rng: PyTree = None

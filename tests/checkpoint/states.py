@@ -81,7 +81,7 @@ def assert_holds(state, wanted, plan):
     assert state.tx.plan == plan
     assert values(state).keys() == wanted.keys()
     assert_equal_bits(values(state), wanted)
-    pairs = zip(jax.tree.leaves(state), words(state), plan.leaves, plan.shardings, strict=True)
+    pairs = zip(jax.tree.leaves(state), words(state), plan.leaves, plan._shardings, strict=True)
     for leaf, value, planned, sharding in pairs:
         assert leaf.shape == planned.padded_shape, planned.path
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), planned.path

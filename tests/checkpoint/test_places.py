@@ -84,7 +84,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("place", PLACES)
 def test_what_7_devices_saved_opens_bit_equal_anywhere(saved, place):
     plan = zerojax.plan(make_state, precision=MIXED, **PLACES[place])
-    assert plan.pads == (place not in ("0 on 1", "unpadded"))
+    assert plan._pads == (place not in ("0 on 1", "unpadded"))
     before = {id(x) for x in jax.live_arrays()}
     back = zerojax.restore(saved.path, plan)
     new = sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)

@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 
 import zerojax
 import zerojax.nnx
-from zerojax.manual import dequantized
+from zerojax.manual import dequantize
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 DEVICES = 4
@@ -64,7 +64,7 @@ def loss_fn(params, batch):
 def make_quantized():
     """Frozen weights in codes, beside adapters that train."""
     params = {"base": numbers(13, 64), "a": numbers(13, 4), "b": numbers(4, 64)}
-    codes = zerojax.quantized(jax.tree.map(jnp.asarray, params), where="base")
+    codes = zerojax.quantize(jax.tree.map(jnp.asarray, params), where="base")
     frozen = {name: name == "base" for name in params}
     tx = optax.selective_transform(optax.adam(1e-2), freeze_mask=frozen)
     return TrainState.create(apply_fn=None, params=codes, tx=tx)
@@ -137,7 +137,7 @@ def decoded(folder, case):
     """What a checkpoint in codes means: the same bits could come to mean other numbers."""
     if case == "split":
         return zerojax.unpad(zerojax.restore(folder / case, CASES["padded"](mesh_of(case))))
-    return dequantized(zerojax.restore(folder / case, CASES[case](mesh_of(case))).params)
+    return dequantize(zerojax.restore(folder / case, CASES[case](mesh_of(case))).params)
 
 
 def write(folder):

@@ -94,7 +94,7 @@ def cpus_for_gpus():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zerojax.aot, "mesh", mesh)
-        patch.setattr(zerojax.aot, "check_packages", lambda: None)
+        patch.setattr(zerojax.aot, "_check_packages", lambda: None)
         yield
 
 
@@ -116,7 +116,7 @@ def compiled_nowhere(monkeypatch, peak=lambda stage, count, rows: rows):
     monkeypatch.setattr(Workload, "case", compiled)
     mesh = lambda gpus, *_, **__: types.SimpleNamespace(size=int(gpus.partition("x")[0]))
     monkeypatch.setattr(zerojax.aot, "mesh", mesh)
-    monkeypatch.setattr(zerojax.aot, "check_packages", lambda: None)
+    monkeypatch.setattr(zerojax.aot, "_check_packages", lambda: None)
     return seen
 
 

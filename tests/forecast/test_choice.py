@@ -99,5 +99,5 @@ def test_its_python_for_nnx_runs():
     scope = {"zerojax": zerojax, "make": nnx_models.make, "loss_fn": nnx_models.loss_fn}
     way = fakes.untried(stage=2, accumulate=2).way
     exec(fakes.choice(is_nnx=True).python(way), scope)
-    assert scope["step"].functional.recipe.options.accumulate == 2
+    assert scope["step"]._functional.recipe.options.accumulate == 2
     assert zerojax.nnx.state(scope["model"], scope["optimizer"]).tx.plan.stage == 2

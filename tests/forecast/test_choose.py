@@ -97,7 +97,7 @@ STEPS = zerojax.train_step(loss), zerojax.nnx.train_step(nnx_models.loss_fn)
 A_STEP = (
     r"passed a step, which .* options; .* Pass the loss, with prec.* a function that returns mo"
 )
-REFUSED = [(step, A_STEP) for step in (*STEPS, STEPS[1].functional)]
+REFUSED = [(step, A_STEP) for step in (*STEPS, STEPS[1]._functional)]
 REFUSED += [({"a": STEPS[1]}, r"'a' is a step. Pass a step by itself")]
 
 

@@ -122,7 +122,7 @@ def test_packages_are_missed_before_anything_compiles(compiled, monkeypatch):
     def missing():
         raise ModuleNotFoundError("no compiler for GPUs")
 
-    monkeypatch.setattr(zerojax.aot, "check_packages", missing)
+    monkeypatch.setattr(zerojax.aot, "_check_packages", missing)
     with pytest.raises(ModuleNotFoundError, match="no compiler for GPUs"):
         made("32xH100")
     assert not compiled

@@ -18,7 +18,7 @@ alike = lambda rows: np.tile(rows, (8, *[1] * (rows.ndim - 1)))  # to each devic
 
 
 @struct.dataclass
-class ExtraModuleState(zerojax.manual.ModuleState):
+class ExtraModuleState(zerojax.ModuleState):
     extra: Any = None
 
 
@@ -155,7 +155,7 @@ def diffrax_backsolve() -> Program:
 
     def make():
         mlp = eqx.nn.MLP(8, 8, 32, 1, jnp.tanh, key=KEY)
-        return zerojax.manual.ModuleState.create(Field(mlp), TX)
+        return zerojax.ModuleState.create(Field(mlp), TX)
 
     return Program(make, loss, normal(ROWS, 8))
 
@@ -173,7 +173,7 @@ def flowjax_flow() -> Program:
             KEY, base_dist=distributions.Normal(jnp.zeros(4)), flow_layers=2,
             nn_width=32,
         )  # fmt: skip
-        return zerojax.manual.ModuleState.create(flow, TX)
+        return zerojax.ModuleState.create(flow, TX)
 
     # Masks all layers' weights at once, before the scan over them.
     loss = lambda flow, x: -paramax.unwrap(flow).log_prob(x).mean()

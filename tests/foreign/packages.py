@@ -86,7 +86,7 @@ def s5() -> Program:
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
     batch = {"x": normal(ROWS, 8, 4), "y": integers(5, ROWS)}
-    return Program(lambda: zerojax.manual.ModuleState.create(Model(KEY), TX), loss, batch)
+    return Program(lambda: zerojax.ModuleState.create(Model(KEY), TX), loss, batch)
 
 
 # -- proteins and molecules
@@ -174,7 +174,7 @@ def nequip() -> Program:
             KEY, n_species=3, lmax=1, hidden_size=8, n_layers=2, radial_mlp_size=16,
             radial_mlp_layers=1,
         )  # fmt: skip
-        return zerojax.manual.ModuleState.create(model, TX)
+        return zerojax.ModuleState.create(model, TX)
 
     return Program(make, loss, batch)
 

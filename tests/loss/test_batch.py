@@ -40,7 +40,7 @@ def test_time_major_batches_with_a_table_give_what_one_device_gives():
     state = placed(mesh=make_mesh(4))
     step = zerojax.train_step(recurrent, accumulate=2, batch_specs=SPECS, donate=False)
     (value, aux), grads = jax.jit(jax.value_and_grad(recurrent, has_aux=True))(PARAMS, BATCH)
-    sharded = zerojax.shard_batch(BATCH, plan=state, batch_specs=SPECS)
+    sharded = zerojax.shard_batch(BATCH, like=state, batch_specs=SPECS)
     assert sharded["x"].sharding.spec == P(None, "data") and sharded["table"].sharding.spec == P()
     for batch in (BATCH, sharded):
         new, metrics = step(state, batch)
@@ -113,11 +113,11 @@ def test_verify_says_which_specs_a_batch_needs(case, cause, specs):
 def test_a_batch_goes_where_a_plan_or_its_state_splits_it():
     state = placed(mesh=zerojax.mesh(node=2, gpu=4), axis=LEVELS)
     for plan in (state, state.tx.plan):
-        batch = zerojax.shard_batch(np.arange(16.0), plan=plan)
+        batch = zerojax.shard_batch(np.arange(16.0), like=plan)
         assert batch.sharding.spec == P(LEVELS)
         assert [s.data[0] for s in batch.addressable_shards] == [2.0 * n for n in range(8)]
-        assert zerojax.run.process_slice(16, plan=plan) == slice(0, 16)
+        assert zerojax.run.process_slice(16, like=plan) == slice(0, 16)
     tensor = jax.make_mesh((2, 2, 2), (*LEVELS, "tensor"), axis_types=(AxisType.Auto,) * 3)
     plan = zerojax.plan((PARAMS, ()), mesh=tensor, axis=LEVELS)
-    assert zerojax.shard_batch(np.arange(16.0), plan=plan).sharding.spec == P(LEVELS)
-    assert zerojax.run.process_slice(4, plan=plan) == slice(0, 4)  # 4 devices, not 8, split it
+    assert zerojax.shard_batch(np.arange(16.0), like=plan).sharding.spec == P(LEVELS)
+    assert zerojax.run.process_slice(4, like=plan) == slice(0, 4)  # 4 devices, not 8, split it

@@ -123,7 +123,7 @@ def test_other_axes_stay_constrained():
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     loss = loss_of(in_a_scan, act=lambda x: constrain(x, P("data", "tensor")))
-    state = zerojax.manual.ModuleState.create(PARAMS, optax.sgd(0.1))
+    state = zerojax.ModuleState.create(PARAMS, optax.sgd(0.1))
     state = zerojax.shard_train_state(state, mesh=mesh, axis="data")
     step = zerojax.train_step(loss)
     with jax.set_mesh(mesh):
@@ -137,7 +137,7 @@ def test_other_axes_stay_constrained():
 
 @pytest.mark.parametrize("act", [bare, logical])
 def test_flops_are_counted_under_constraints(act):
-    state = zerojax.manual.ModuleState.create(PARAMS, optax.sgd(0.1))
+    state = zerojax.ModuleState.create(PARAMS, optax.sgd(0.1))
     state = zerojax.shard_train_state(state, mesh=MESH)
     step = zerojax.train_step(lambda p, x: jnp.mean(in_a_scan(p, x, act)))
     assert zerojax.tools.step_flops(step, state, BATCH) == 3 * 2 * 16 * (8 * 16 + 3 * 16 * 16)

@@ -179,8 +179,8 @@ BATCHES = [
     (lambda: NOISY(placed(), BATCH, jax.random.split(KEY, 4)), r"8 and argument 3 .* loss has 4"),
     (grads(rows(x=2), np.uint32([3, 5]), devices=2), r"3 of the loss is uint32\[2\] .*random.key"),
     (lambda: process_slice(30), r"30 rows.*over 8.*a multiple of 8: .*pad_batch\(batch, to="),
-    (lambda: shard_batch(BATCH, make_mesh(), plan=placed()), r"its own mesh.*Leave the mesh and"),
-    (lambda: shard_batch(BATCH, plan=made()), r"not placed.*First: .*zerojax.shard_train_state"),
+    (lambda: shard_batch(BATCH, make_mesh(), like=placed()), r"its own mesh.*Leave the mesh and"),
+    (lambda: shard_batch(BATCH, like=made()), r"not placed.*First: .*zerojax.shard_train_state"),
     (
         lambda: shard_batch(BATCH, zerojax.mesh(node=2, gpu=4)),
         r"called 'data'.*axis='node'.*or both",

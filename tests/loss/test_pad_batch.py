@@ -52,7 +52,7 @@ def test_it_fills_up_to_what_the_devices_and_microbatches_divide(rows, devices, 
     padded, mask = zerojax.pad_batch(batch, mesh, accumulate=accumulate)
     assert padded.shape == (filled, 3) and mask.shape == (filled,) and mask.sum() == rows
     plan = zerojax.plan((PARAMS, ()), mesh=mesh)
-    again, _ = zerojax.pad_batch(batch, plan=plan, accumulate=accumulate)
+    again, _ = zerojax.pad_batch(batch, like=plan, accumulate=accumulate)
     assert again.shape == padded.shape
 
 
@@ -99,7 +99,7 @@ def test_loss_and_gradients_are_those_of_the_real_examples_by_one_program(compil
     one_device = jax.jit(jax.value_and_grad(lambda p, batch: jnp.mean(errors_of(p, batch))))
     for rows in (1, 9, 32):
         batch = {name: values[:rows] for name, values in DATA.items()}
-        padded, mask = zerojax.pad_batch(batch, to=32, plan=plan, accumulate=4)
+        padded, mask = zerojax.pad_batch(batch, to=32, like=plan, accumulate=4)
         (value, aux), grads = grad(PARAMS, padded | {"mask": mask})
         wanted, wanted_grads = one_device(PARAMS, batch)
         assert float(value) == pytest.approx(float(wanted), rel=1e-6)

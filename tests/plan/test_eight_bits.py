@@ -390,7 +390,7 @@ def test_a_state_opens_with_another_precision(first, others, tmp_path):
         placed = {"offload": zerojax.Offload(min_bytes=128)} if second == "seven" else {}
         plan = zerojax.plan(model(), stage=1, precision=SAVED[second], mesh=FOUR, **placed)
         opened = zerojax.restore(tmp_path / "c", like=plan)
-        for ours, leaf in zip(plan.shardings, jax.tree.leaves(opened), strict=True):
+        for ours, leaf in zip(plan._shardings, jax.tree.leaves(opened), strict=True):
             assert leaf.sharding == ours
         got = decoded(opened)
         for name, value in wanted.items():

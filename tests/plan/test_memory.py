@@ -34,7 +34,7 @@ def test_the_state_takes_what_the_paper_says(stage, precision, bytes_per_paramet
 def test_state_born_sharded_is_never_full_on_any_device():
     make = lambda: gpt_state(layers=8, dim=128, vocab=1024)
     plan = zerojax.plan(make, stage=3)
-    memory = plan.born_sharded(make).lower().compile().memory_analysis()
+    memory = plan._born_sharded(make).lower().compile().memory_analysis()
     state = jax.eval_shape(make)
     whole, largest = tree_bytes(state), max(map(tree_bytes, jax.tree.leaves(state)))
     shard = whole / DEVICES

@@ -61,20 +61,20 @@ def test_what_a_jitted_function_returns_may_have_any_logical_shape(rows, stage):
 
 def test_parameters_are_gathered_without_padding_wherever_they_are():
     state, (of_pair, plan) = placed(), pair()
-    both = zerojax.full_params({"one": state, "other": {"x": np.ones(3)}})
+    both = zerojax.gather_params({"one": state, "other": {"x": np.ones(3)}})
     assert_equal_bits(both["one"].params, {"w": W})
     assert_equal_bits(zerojax.unpad(of_pair, plan)[0], {"w": W})
     for gathered in (
-        zerojax.full_params(state),
-        zerojax.full_params(of_pair, plan),
-        zerojax.full_params(of_pair[0], plan),
-        zerojax.full_params(of_pair[0], plan=state.tx.plan),
+        zerojax.gather_params(state),
+        zerojax.gather_params(of_pair, plan),
+        zerojax.gather_params(of_pair[0], plan),
+        zerojax.gather_params(of_pair[0], plan=state.tx.plan),
     ):
         assert_equal_bits(gathered, {"w": W})
-    assert_equal_bits(zerojax.full_params(of_pair[0]), {"w": W})  # the arrays are known
+    assert_equal_bits(zerojax.gather_params(of_pair[0]), {"w": W})  # the arrays are known
     computed = jax.tree.map(lambda x: 2 * x, of_pair[0])
-    assert zerojax.full_params(computed)["w"].shape == (258, 5)  # nothing tells
-    scalar = zerojax.full_params({"scale": jax.device_put(2.0)})["scale"]
+    assert zerojax.gather_params(computed)["w"].shape == (258, 5)  # nothing tells
+    scalar = zerojax.gather_params({"scale": jax.device_put(2.0)})["scale"]
     assert isinstance(scalar, np.ndarray) and scalar == 2
 
 
@@ -83,7 +83,7 @@ def test_parameters_may_be_one_array():
     params, _ = plan.place((W, ()))
     grad = jax.jit(zerojax.value_and_grad(lambda w, x: jnp.mean(x @ w), plan))
     np.testing.assert_allclose(grad(params, np.ones((6, 257), "f"))[1][:257], 0.2)
-    assert_equal_bits(zerojax.full_params(params, plan), W)
+    assert_equal_bits(zerojax.gather_params(params, plan), W)
 
 
 def test_a_state_that_changed_since_it_was_placed_is_planned_by_what_it_is_now():
@@ -111,10 +111,10 @@ def test_copies_of_a_padded_state_are_placed_again_and_saved(copied, tmp_path):
     copy = copied(placed())
     again = zerojax.shard_train_state(copy, mesh=make_mesh(7))
     assert again.params["w"].shape == (259, 5)
-    assert_equal_bits(zerojax.full_params(again), {"w": W})
+    assert_equal_bits(zerojax.gather_params(again), {"w": W})
     zerojax.save(tmp_path / "copy", copy)
     like = zerojax.plan(again, mesh=make_mesh(5))
-    assert_equal_bits(zerojax.full_params(zerojax.restore(tmp_path / "copy", like)), {"w": W})
+    assert_equal_bits(zerojax.gather_params(zerojax.restore(tmp_path / "copy", like)), {"w": W})
 
 
 def layered(params, x):
@@ -155,7 +155,7 @@ def test_parameters_replaced_by_logical_ones_are_updated_in_groups():
     step = zerojax.train_step(lambda params, x: jnp.sum(params["w"]) + jnp.mean(x))
     state, _ = step(state.replace(params={"w": 3 * params["w"]}), np.ones(6, np.float32))
     assert state.params["w"].shape == (4, 18, 13)
-    assert_equal_bits(zerojax.full_params(state), {"w": 2 * params["w"]})
+    assert_equal_bits(zerojax.gather_params(state), {"w": 2 * params["w"]})
 
 
 def test_an_update_of_ones_own_moves_nothing_and_clears_the_padding():

@@ -59,7 +59,7 @@ def test_the_mesh_says_which_axis_is_fast_and_not_the_order_of_names():
     assert one.groups == other.groups and one.batch_axes == ("node", "gpu") and one.size == 8
     assert specs(one) == specs(other) == {"params/w": P(("gpu", "node"))}
     assert one.params[0].rest.sharding(mesh).shard_shape((16, 30)) == (2, 30)
-    assert one.regathering(("gpu",)).kept_bytes() == 16 * 30 * 4 // 4
+    assert one._regathering(("gpu",))._kept_bytes() == 16 * 30 * 4 // 4
 
 
 def test_other_fields_follow_the_parameters_they_copy():

@@ -54,7 +54,7 @@ def test_a_plan_places_as_its_precision_says(name, born):
     assert placed.params["w"].dtype == jnp.bfloat16 and placed.params["ids"].dtype == jnp.int32
     if name == "master":  # from the parameters as given, not as rounded
         assert_equal_bits(placed.opt_state.master["w"], made().params["w"])
-    plan.check_structure(placed)
+    plan._check_structure(placed)
     assert_equal_bits(plan.place(placed).params, placed.params)
 
 

@@ -245,7 +245,7 @@ def place(tree):
         (lambda: PADS.place(PADS.abstract()), r"has no values to place"),
         (lambda: zerojax.unpad(PADS.place(PAIR)), r"0/w is float32\[64, 16\].*Make a plan"),
         (lambda: zerojax.unpad(PAIR), r"tuple does not carry.*zerojax.unpad\(state, plan\)"),
-        (lambda: zerojax.full_params({"v": ONES}, PADS), r"state leaf params/w is missing"),
+        (lambda: zerojax.gather_params({"v": ONES}, PADS), r"state leaf params/w is missing"),
         (lambda: PLAN.show("params/x"), r"no leaf 'params/x' .*. Did you mean params/w"),
         (lambda: PLAN.show("kernel"), r"no leaf 'kernel'.*. Paths are such as params/w"),
     ],

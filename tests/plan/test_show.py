@@ -56,7 +56,7 @@ def test_a_table_has_no_column_for_padding_without_any():
     (line,) = (line for line in str(planned(stage=1)).splitlines() if "[16, 17]" in line)
     assert line.startswith("opt_state/trace/odd ")
     plan = zerojax.plan(({"w": shape(257, 21)}, ()), stage=1)
-    assert plan.pads and "padded to" not in str(plan)
+    assert plan._pads and "padded to" not in str(plan)
 
 
 def test_layers_that_are_planned_alike_share_a_row():

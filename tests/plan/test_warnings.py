@@ -40,7 +40,7 @@ def alone(stage):
 warnings.simplefilter("error")  # who needs no help is not warned
 zerojax.shard_train_state(state(nn.Dense(5).apply), mesh=six)  # Flax's error has a note
 apply = jax.tree_util.Partial(lambda params, x: x @ params.T, jax.numpy.asarray(W))
-zerojax.shard_train_state(zerojax.manual.ModuleState.create(apply, optax.sgd(0.1)), mesh=six)
+zerojax.shard_train_state(zerojax.ModuleState.create(apply, optax.sgd(0.1)), mesh=six)
 zerojax.shard_train_state(state(), stage=2, mesh=six)
 zerojax.shard_train_state(state(), mesh=one)
 zerojax.shard_train_state(state(), mesh=six, pad=False)

@@ -145,7 +145,10 @@ def step(mesh, stage, accumulate=1):
     plan = zerojax.plan(make_state, stage=stage, mesh=mesh)
     batch = struct((ROWS * mesh.size, DIM), mesh, P("data"), "float32")
     # Without the XLA options that steps choose: loops unrolled twice are long to store and read.
-    return zerojax.train_step(loss, accumulate=accumulate).without_options, (plan.abstract(), batch)
+    return zerojax.train_step(loss, accumulate=accumulate)._without_options, (
+        plan.abstract(),
+        batch,
+    )
 
 
 OLDEST, NEWEST = "jax0.10", "jax0.12"

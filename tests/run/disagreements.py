@@ -243,8 +243,8 @@ def weights(directory, me, state):
     read = zerojax.checkpoint.import_safetensors
     told(renamed, read, f"{directory}/w", state, rename=lambda name: swap.get(name, name))
     named = {"ab"[me]: state["params"]["a"]}
-    leaves = "zerojax.full_params: .*the leaves: a float32.64, 16. in process 0, b float32"
-    told(leaves, zerojax.full_params, named)
+    leaves = "zerojax.gather_params: .*the leaves: a float32.64, 16. in process 0, b float32"
+    told(leaves, zerojax.gather_params, named)
     dense = placed(0, 0.1, optax.sgd(0.1))
     plans = [zerojax.plan(one, stage=3) for one in ({"params": state["params"]}, dense)]
     leaves = "zerojax.unpad: .*the leaves: params/a float32.64, 16. in process 0, [a-z/]+"
@@ -255,8 +255,8 @@ def leaving(me, state):
     names = {"w": ("of.first", "of.second")[me]}
     tensors = "zerojax.stream: .*the tensors: .*of.first.* in process 0.*of.second.* in process 1"
     told(tensors, zerojax.stream, state, names=names)
-    places = "zerojax.resharded: .*the places: w float32 P.* in process 0, w bfloat16"
-    told(places, zerojax.resharded, state, dtype=("float32", "bfloat16")[me])
+    places = "zerojax.reshard: .*the places: w float32 P.* in process 0, w bfloat16"
+    told(places, zerojax.reshard, state, dtype=("float32", "bfloat16")[me])
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ def main() -> None:
         hyper = {"learning_rate": jnp.float32(0.2)}
         state = state.replace(opt_state=state.opt_state._replace(hyperparams=hyper))
     if second and case == "weights":
-        zerojax.full_params(state)
+        zerojax.gather_params(state)
     for n in range(second if case == "end" else CALLS):
         state, metrics = turns[n % 2](state, batch)
         float(metrics["loss"])

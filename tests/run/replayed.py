@@ -52,7 +52,7 @@ def main():
     zerojax.initialize()
     changed.calls, changed.first, messages = 0, np.inf, []
     state, batch = zerojax.shard_train_state(make_state), zerojax.shard_batch(np.ones((4, 8), "f"))
-    step = zerojax.tools.replayed(zerojax.train_step(loss), every=2)
+    step = zerojax.tools.replay(zerojax.train_step(loss), every=2)
     for _ in range(2):
         state, _ = step(state, batch)
     jax.block_until_ready(state)  # the step before this one
@@ -66,7 +66,7 @@ def main():
     b = state.params["b"]
     b = jax.make_array_from_single_device_arrays(b.shape, b.sharding, parts)
     state = state.replace(params={**state.params, "b": b})
-    step = zerojax.tools.replayed(zerojax.train_step(loss), every=1)
+    step = zerojax.tools.replay(zerojax.train_step(loss), every=1)
     messages.append(told(step, state, batch))
     path = pathlib.Path(f"{options.directory}.{jax.process_index()}.txt")
     path.write_text("\n".join(messages))

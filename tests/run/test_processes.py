@@ -102,7 +102,7 @@ ORDERS = {  # what processes 0 and 1 call
     "evaluations": ("the step of call 2 (loss)", "eval_step of call 4 (loss)"),
     "turns": ("the step of call 2 (loss)", "the step of call 3 (twice)"),
     "rate": ("the step of call 2 (loss)", "new values of opt_state/hyperparams/learning_rate"),
-    "weights": ("the step of call 2 (loss)", "zerojax.full_params"),
+    "weights": ("the step of call 2 (loss)", "zerojax.gather_params"),
 }
 
 

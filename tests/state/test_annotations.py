@@ -57,7 +57,7 @@ def test_linens_boxes_are_read_by_the_rules(box, mesh, rules, spec, absent, caps
     with nn.logical_axis_rules(rules):
         plan = zerojax.plan(({"w": box}, ()), mesh=mesh)
     (leaf,) = plan.leaves
-    assert (leaf.spec, plan.absent) == (spec, absent)
+    assert (leaf.spec, plan._absent) == (spec, absent)
     assert ("not in the mesh" in str(plan)) == bool(absent)
     plan.show("0/w/value")
     beside = f"not over {', '.join(sorted(absent))}: the mesh has no such axis"
@@ -127,7 +127,7 @@ def test_nnx_models_are_placed_as_they_say(form, out_sharding, mesh, stage, rule
         if form == "function":
             before = zerojax.plan(lambda: zerojax.nnx.state(*make()), stage=stage, mesh=mesh)
             assert before == zerojax.nnx.state(model, optimizer).tx.plan
-        assert plan.absent == ({"model"} if mesh is ONE else set())
+        assert plan._absent == ({"model"} if mesh is ONE else set())
         if (form, stage) == ("made", 3):
             loss = zerojax.nnx.train_step(nnx_loss)(model, optimizer, BATCH)["loss"]
             assert float(loss) == pytest.approx(float(nnx_loss(making(None)()[0], BATCH)), rel=1e-5)

@@ -69,7 +69,7 @@ def test_the_users_functions_stay_where_nothing_rests_padded(options):
     padded = zerojax.shard_train_state(made(), mesh=SIX)
     assert padded.apply_fn is not applied
     assert zerojax.shard_train_state(padded, **options).apply_fn is applied
-    assert zerojax.plan(padded, mesh=SIX).treedef == jax.tree.structure(made())
+    assert zerojax.plan(padded, mesh=SIX)._treedef == jax.tree.structure(made())
 
 
 def test_functions_of_equal_plans_are_equal_and_can_be_copied():

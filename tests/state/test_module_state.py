@@ -42,7 +42,7 @@ def test_what_is_no_array_is_kept():
         assert model.activation is jnp.tanh and model.name == "model"
         return jnp.mean(jax.vmap(model)(batch) ** 2)
 
-    state = zerojax.manual.ModuleState.create(model, optax.sgd(0.1))
+    state = zerojax.ModuleState.create(model, optax.sgd(0.1))
     state = zerojax.shard_train_state(state, mesh=TWO)
     paths = [leaf.path for leaf in state.tx.plan.params]
     assert paths == ["params/linear/weight", "params/linear/bias"]
@@ -67,7 +67,7 @@ class Linear(eqx.Module):
 def test_the_model_of_a_padded_state_is_logical():
     """Muon's update depends on the shape of a matrix: padding would show."""
     model, x = Linear(jax.random.normal(jax.random.key(0), (257, 5))), np.ones((6, 5), "f")
-    state = zerojax.manual.ModuleState.create(model, optax.contrib.muon(1e-2))
+    state = zerojax.ModuleState.create(model, optax.contrib.muon(1e-2))
     rests = zerojax.shard_train_state(state, mesh=make_mesh(6))
     assert rests.params.w.shape == (258, 5)
     for shown in (rests.model, rests.model_of(rests.params), zerojax.unpad(rests).model):

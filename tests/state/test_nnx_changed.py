@@ -175,7 +175,7 @@ def test_a_step_keeps_no_model_alive():
     del model, optimizer
     gc.collect()
     assert [ref() for ref in left] == [None, None]
-    assert step.functional is not None
+    assert step._functional is not None
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -203,5 +203,5 @@ def test_arrays_that_a_user_puts_into_variables_go_where_the_plan_has_them(kind)
         )
         assert [leaf.sharding for leaf in jax.tree.leaves(nnx.state(model))] == places
         train(model, optimizer, X)
-    assert train.functional._cache_size() == evaluate.functional._cache_size() == 1
+    assert train._functional._cache_size() == evaluate._functional._cache_size() == 1
     assert_equal_bits(other, on_host)

@@ -42,7 +42,7 @@ def test_a_donated_state_is_refused_wherever_it_is_passed(tmp_path):
         "save": lambda s: zerojax.save(path, s),
         "export": lambda s: zerojax.checkpoint.export_safetensors(path, s),
         "verify": lambda s: zerojax.verify(STEP, s, BATCH),
-        "gather": zerojax.full_params,
+        "gather": zerojax.gather_params,
         "shard": zerojax.shard_train_state,
         "place": lambda s: zerojax.plan(s).place(s),
     }

@@ -34,7 +34,7 @@ TREES = {
 def test_parameters_in_lists_and_tuples_are_all_of_them(tmp_path, name):
     params = jax.tree.map(jnp.asarray, TREES[name])
     wanted = TREES[name]["params"] if isinstance(TREES[name], dict) else TREES[name]
-    assert_equal_bits(zerojax.full_params(params), wanted)
+    assert_equal_bits(zerojax.gather_params(params), wanted)
     zerojax.checkpoint.export_safetensors(tmp_path / "w", params)
     read = zerojax.checkpoint.import_safetensors(tmp_path / "w", like=params)
     assert jax.tree.structure(read) == jax.tree.structure(wanted)
@@ -48,7 +48,7 @@ OPTAX = [optax.sgd(0.1), optax.adam(0.1), optax.named_chain(("a", optax.adam(0.1
 def test_pairs_with_a_state_of_optax_are_states(tx):
     params = [jnp.asarray(W), jnp.asarray(B)]
     for state in [(params, tx.init(params)), (params, tx.init(params), jnp.zeros(()))]:
-        assert_equal_bits(zerojax.full_params(zerojax.shard_train_state(state)), params)
+        assert_equal_bits(zerojax.gather_params(zerojax.shard_train_state(state)), params)
 
 
 @pytest.mark.parametrize("second", [{"m": W}, (W, B), [W], None, Layer(W, B)])
@@ -56,11 +56,11 @@ def test_pairs_that_could_be_either_are_refused_where_no_state_is_expected(tmp_p
     pair = ({"w": W}, second)
     remedy = r"may be \(params, opt_state\), or a tuple of p.*state\[0\], or.*list\(params\)"
     export = lambda params: zerojax.checkpoint.export_safetensors(tmp_path / "w", params)
-    for refused in (zerojax.full_params, export):
+    for refused in (zerojax.gather_params, export):
         with pytest.raises(ValueError, match=remedy):
             refused(pair)
     assert not (tmp_path / "w").exists()
-    assert len(zerojax.full_params(list(pair))) == 2
+    assert len(zerojax.gather_params(list(pair))) == 2
     plan = zerojax.plan(pair)
     zerojax.checkpoint.export_safetensors(tmp_path / "w", pair[0])
     assert_equal_bits(zerojax.checkpoint.import_safetensors(tmp_path / "w", like=plan), pair[0])

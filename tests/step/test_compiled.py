@@ -107,7 +107,7 @@ def test_what_was_compiled_for_something_else_is_refused(name, saved):
 
 FORMS = {
     "on the host": lambda rows, plan: rows,
-    "placed": lambda rows, plan: zerojax.shard_batch(rows, plan=plan),
+    "placed": lambda rows, plan: zerojax.shard_batch(rows, like=plan),
     "shapes": lambda rows, plan: zerojax.aot.batch(rows, plan),
     "on one device": lambda rows, plan: jnp.asarray(rows),
 }
@@ -180,7 +180,7 @@ def test_state_in_host_memory_stays_there_on_axes_of_two_types(how, tmp_path):
         assert [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)] == wanted
     assert "pinned_host" in wanted and losses[0] > losses[1] > losses[2]
     assert how != "step" or step._cache_size() == 1
-    assert_close(zerojax.full_params(state)["scale"], np.array([0.97, 1, 1], "f"), 1e-3)
+    assert_close(zerojax.gather_params(state)["scale"], np.array([0.97, 1, 1], "f"), 1e-3)
 
 
 def test_an_option_and_another_jax_are_named(saved, monkeypatch):
@@ -248,7 +248,7 @@ def test_a_step_that_has_run_is_loaded_on_an_axis_of_size_1(tmp_path):
     """XLA returns shardings that leave the axis out; the plan's do not."""
     mesh = zerojax.mesh(node=1, gpu=8)
     state = zerojax.shard_train_state(make, stage=3, mesh=mesh, axis=("gpu", "node"))
-    step, rows = zerojax.train_step(loss), zerojax.shard_batch(ROWS, plan=state)
+    step, rows = zerojax.train_step(loss), zerojax.shard_batch(ROWS, like=state)
     state, _ = step(state, rows)
     step.compile(state, rows).save(tmp_path / "step.bin")
     loaded = zerojax.train_step(loss).load(tmp_path / "step.bin", state, rows)

@@ -66,9 +66,9 @@ def test_a_state_keeps_its_types_and_a_step_its_program(stage, is_set):
         mesh = retyped(make_mesh(), kind)
         with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
             state = zerojax.shard_train_state(make, stage=stage, mesh=mesh, min_shard_size=1)
-            state, metrics, ops = trained(state, loss, zerojax.shard_batch(ROWS, plan=state))
+            state, metrics, ops = trained(state, loss, zerojax.shard_batch(ROWS, like=state))
             evaluated = zerojax.eval_step(loss)(state, ROWS)["loss"]
-            results.append((metrics, zerojax.full_params(state), evaluated, ops))
+            results.append((metrics, zerojax.gather_params(state), evaluated, ops))
         in_type = "@data" in str(jax.typeof(state.params["b0"]["w"]))
         assert in_type == (kind == EXPLICIT and stage == 3)
         assert state.params["v"].sharding.mesh.axis_types == (kind,)
@@ -115,7 +115,7 @@ def test_a_loop_by_hand_and_a_checkpoint_keep_types(tmp_path):
         assert (
             zerojax.restore(tmp_path / kind.name, like=shapes).params["v"].sharding.num_devices == 1
         )
-        results.append((value, zerojax.full_params(restored)))
+        results.append((value, zerojax.gather_params(restored)))
     assert_close(*results, 0)
 
 
@@ -141,7 +141,7 @@ def test_an_axis_of_the_users(kind, stage):
     for mesh in (tensor.cpu_mesh(), retyped(tensor.cpu_mesh(), *SETTINGS[kind])):
         batch = jax.device_put(tensor.BATCH, NamedSharding(mesh, P(None, "data")))
         state, metrics, ops = trained(tensor.placed(mesh, stage), tensor.scanned, batch)
-        results.append(((metrics, zerojax.full_params(state)), ops))
+        results.append(((metrics, zerojax.gather_params(state)), ops))
     assert results[0][1] == results[1][1]
     assert_close(results[0][0], results[1][0], 0)
 
@@ -190,9 +190,9 @@ def test_weights_in_codes_beside_an_axis_of_the_users(spec, codes, is_set):
     for kind in (AUTO, EXPLICIT):
         mesh, state = beside(kind, spec, optax.multi_transform(kinds, labels))
         with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
-            state = zerojax.shard_train_state(zerojax.quantized(state, codes), mesh=mesh)
+            state = zerojax.shard_train_state(zerojax.quantize(state, codes), mesh=mesh)
             state, metrics = zerojax.train_step(scaled)(state, np.ones((8, 64), "f"))
-            weights = zerojax.manual.dequantized(zerojax.unpad(state).params)["w"]
+            weights = zerojax.manual.dequantize(zerojax.unpad(state).params)["w"]
         rows = state.params["w"].rows
         assert "tensor" in str(rows.sharding.spec)
         results.append((metrics["loss"], rows.addressable_shards[0].data, weights))
@@ -221,7 +221,7 @@ def test_a_loss_written_for_explicit_axes(stage):
     batch = jax.device_put(tensor.BATCH, NamedSharding(mesh, P("data")))
     full = {
         k: jax.device_put(v, NamedSharding(mesh, tensor.SPECS[k]))
-        for k, v in zerojax.full_params(state).items()
+        for k, v in zerojax.gather_params(state).items()
     }
     with jax.set_mesh(mesh):
         value, grads = jax.jit(jax.value_and_grad(explicit_loss))(full, batch)
@@ -386,7 +386,7 @@ def test_annotated_weights_are_made_where_a_mesh_is_set(kind, names):
         state = zerojax.shard_train_state(make_linen, stage=3, mesh=mesh, min_shard_size=1)
         model, _ = zerojax.nnx.shard(make_nnx, stage=3, mesh=mesh, min_shard_size=1)
     plan = state.tx.plan
-    assert plan.absent == {"model"} - {*mesh.axis_names}
+    assert plan._absent == {"model"} - {*mesh.axis_names}
     assert ("not in the mesh" in str(plan)) == ("model" not in names)
     for kernel in (state.params["kernel"].value, model.kernel.get_value()):
         assert kernel.addressable_shards[0].data.size == kernel.size // 8
@@ -398,7 +398,7 @@ def test_the_mesh_is_that_of_the_arrays_or_the_one_that_is_set():
     made = make()
     carried = made.replace(params=jax.tree.map(put, made.params))
     with jax.set_mesh(other):
-        assert zerojax.plan(carried, stage=3).given_mesh == mesh
+        assert zerojax.plan(carried, stage=3)._given_mesh == mesh
         state = zerojax.shard_train_state(make, stage=3, axis=other.axis_names)
         assert zerojax.shard_batch(ROWS).sharding == NamedSharding(other, P("data"))
         zerojax.train_step(loss, donate=False)(state, ROWS)

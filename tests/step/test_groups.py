@@ -72,7 +72,7 @@ def test_a_state_rests_where_it_is_updated():
     weights = 2 * LAYERS * DIM**2 * 4
     assert plan.bytes_per_device()["params"] == weights // 8
     assert plan.bytes_per_device()["opt_state"] == 2 * weights // 8 + 4
-    assert plan.gradient_bytes() == weights // 4
+    assert plan._gradient_bytes() == weights // 4
     plan = nodes.planned(ONE_FROZEN, groups=AMSP)
     specs = {leaf.path: leaf.spec for leaf in plan.params}
     assert specs == {"params/w": P(None, "gpu"), "params/x": P(None, LEVELS)}

@@ -1,4 +1,4 @@
-"""Frozen weights that rest and travel as codes: `zerojax.quantized`."""
+"""Frozen weights that rest and travel as codes: `zerojax.quantize`."""
 
 import functools
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from tests.support.collectives import collectives, every_equation
 from tests.support.reference import assert_close, assert_equal_bits, train_state
 from tests.support.schedules import train_step
 from zerojax.checkpoint import export_safetensors, import_safetensors
-from zerojax.manual import dequantized
+from zerojax.manual import dequantize
 
 LAYERS, DIM, RANK, ROWS = 3, 64, 4, 16
 RNG = np.random.default_rng(0)
@@ -82,9 +82,9 @@ def test_codes_are_as_close_as_their_levels(codes, bits, worst):
     """Half the largest distance of two levels; a scale in bfloat16 adds 1/128 of a level."""
     w = normal(8, 192)
     w[0] = 0
-    packed = zerojax.quantized({"w": w}, codes)["w"]
+    packed = zerojax.quantize({"w": w}, codes)["w"]
     assert packed.rows.nbytes == 8 * (192 * bits // 8 + 2 * 3)
-    got = np.asarray(dequantized(packed))
+    got = np.asarray(dequantize(packed))
     largest = np.abs(w.reshape(8, 3, 64)).max(-1, keepdims=True)
     off = np.abs(got - w).reshape(8, 3, 64)
     assert np.all(off <= largest * (worst * 1.01 + 1e-7)) and off.max() > 0
@@ -92,7 +92,7 @@ def test_codes_are_as_close_as_their_levels(codes, bits, worst):
 
 
 def test_a_block_longer_than_rows_is_a_row():
-    (node,) = zerojax.quantized([normal(8, 96)], "int8", block=10**15)
+    (node,) = zerojax.quantize([normal(8, 96)], "int8", block=10**15)
     assert node.coding.block == 96
 
 
@@ -101,7 +101,7 @@ def test_nf4_has_the_quantiles_of_a_normal_distribution():
     above, below = (jax.scipy.stats.norm.ppf(jnp.linspace(0.9677083, 0.5, n)[:-1]) for n in (9, 8))
     levels = np.sort(np.concatenate([-below, [0.0], above])) / above[0]
     row = np.tile(levels.astype("f"), 4)[None]
-    assert_close(dequantized(zerojax.quantized({"w": row}))["w"], row, 1e-5)
+    assert_close(dequantize(zerojax.quantize({"w": row}))["w"], row, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_nf4_has_the_quantiles_of_a_normal_distribution():
     + [(listed, 3, listed_state)],
 )
 def test_steps_are_those_of_one_device_with_the_same_weights(loss, stage, make):
-    state = zerojax.quantized(make())
-    plain = make().replace(params=dequantized(state.params))
+    state = zerojax.quantize(make())
+    plain = make().replace(params=dequantize(state.params))
     placed, step = zerojax.shard_train_state(state, stage=stage), zerojax.train_step(loss)
     before = jax.tree.map(np.asarray, placed.params)
     for _ in range(2):
@@ -119,7 +119,7 @@ def test_steps_are_those_of_one_device_with_the_same_weights(loss, stage, make):
         plain = plain.apply_gradients(grads=grads)
         placed, metrics = step(placed, BATCH)
         assert_close(metrics["loss"], value)
-    assert_close(dequantized(placed.params), plain.params)
+    assert_close(dequantize(placed.params), plain.params)
     same = jax.tree.map(lambda a, b: a.dtype == np.uint8 and (a == b).all(), placed.params, before)
     assert sum(map(bool, jax.tree.leaves(same))) == (LAYERS if loss is listed else 1)
 
@@ -137,7 +137,7 @@ def traced(loss, state, stage=3, **options):
     + [(listed, listed_state, 2 * LAYERS, 1)],
 )
 def test_only_codes_travel(loss, make, times, depth):
-    found = list(collectives(traced(loss, zerojax.quantized(make()))))
+    found = list(collectives(traced(loss, zerojax.quantize(make()))))
     codes = [one for one in found if one.dtype == "uint8"]
     assert {(c.kind, c.depth) for c in codes} == {("all-gather", depth)}
     assert sum(c.moved for c in codes) == times * CODES
@@ -146,15 +146,15 @@ def test_only_codes_travel(loss, make, times, depth):
 
 
 def test_codes_rest_whole_and_silent_where_parameters_do():
-    found = list(collectives(traced(scanned, zerojax.quantized(state_of()), stage=2)))
+    found = list(collectives(traced(scanned, zerojax.quantize(state_of()), stage=2)))
     assert found and not [c for c in found if c.dtype == "uint8"]
 
 
 def test_a_compiled_step_gathers_codes_and_rests_on_an_eighth_of_them():
-    placed = zerojax.shard_train_state(zerojax.quantized(state_of()), stage=3)
+    placed = zerojax.shard_train_state(zerojax.quantize(state_of()), stage=3)
     (rows,) = jax.tree.leaves(placed.params["base"]["w"])
     assert rows.addressable_shards[0].data.nbytes == LAYERS * CODES // 8
-    params = dequantized(zerojax.resharded(placed, dtype="bfloat16"))
+    params = dequantize(zerojax.reshard(placed, dtype="bfloat16"))
     assert params["base"]["w"].dtype == params["lora"]["a"].dtype == jnp.bfloat16
     report = zerojax.audit(zerojax.train_step(scanned), placed, BATCH).check()
     dtypes = {t.dtypes for t in report.traffic if t.kind == "all-gather" and "nf4" in str(t)}
@@ -163,7 +163,7 @@ def test_a_compiled_step_gathers_codes_and_rests_on_an_eighth_of_them():
 
 @pytest.mark.gpu_code
 def test_gpu_code_gathers_codes_ahead():
-    plan = zerojax.plan(zerojax.quantized(state_of()), stage=3, mesh=zerojax.aot.mesh("8xH100"))
+    plan = zerojax.plan(zerojax.quantize(state_of()), stage=3, mesh=zerojax.aot.mesh("8xH100"))
     batch = zerojax.aot.batch(jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype), plan)
     report = zerojax.audit(zerojax.train_step(rematted), plan.abstract(), batch, plan=plan).check()
     gathers = [t for t in report.traffic if t.kind == "all-gather"]
@@ -176,13 +176,13 @@ def test_rows_of_a_table_are_decoded_and_not_the_table():
     params = {"table": normal(512, DIM), "head": normal(DIM, 8)}
     state = state_of(params, {"table": True, "head": False})
     loss = lambda p, ids: jnp.mean((p["table"][ids] @ p["head"]) ** 2)
-    plan = zerojax.plan(zerojax.quantized(state), stage=3)
+    plan = zerojax.plan(zerojax.quantize(state), stage=3)
     ids = np.arange(ROWS, dtype=np.int32)
     jaxpr = zerojax.train_step(loss).trace(plan.abstract(), ids).jaxpr
     floats = [v.aval.size for e in every_equation(jaxpr) for v in e.outvars if v.aval.dtype == "f"]
     assert max(floats) < 512 * DIM
-    placed = plan.place(zerojax.quantized(state))
-    full = dequantized(zerojax.quantized(state).params)
+    placed = plan.place(zerojax.quantize(state))
+    full = dequantize(zerojax.quantize(state).params)
     assert_close(zerojax.eval_step(loss)(placed, ids)["loss"], loss(full, ids))
 
 
@@ -190,14 +190,14 @@ def test_rows_of_a_table_are_decoded_and_not_the_table():
 def test_rows_that_a_table_does_not_have(fill):
     """NaN, as JAX returns it, or what the loss asks for."""
     params = {"table": normal(6, DIM), "head": normal(DIM, 8)}
-    state = zerojax.quantized(state_of(params, {"table": True, "head": False}))
+    state = zerojax.quantize(state_of(params, {"table": True, "head": False}))
 
     def loss(params, ids):
         rows = params["table"].at[ids].get(mode="fill", fill_value=fill)
         return jnp.mean((jnp.nan_to_num(rows, nan=2.0) @ params["head"]) ** 2)
 
     placed, ids = zerojax.shard_train_state(state, stage=3), np.arange(ROWS, dtype=np.int32)
-    wanted = loss(dequantized(state.params), ids)
+    wanted = loss(dequantize(state.params), ids)
     assert_close(zerojax.eval_step(loss)(placed, ids)["loss"], wanted)
 
 
@@ -210,7 +210,7 @@ def test_weights_are_seen_in_the_dtype_of_the_others():
 
     for options in ({"compute": "bfloat16"}, {"param": "bfloat16", "master": "float32"}, {}):
         precision = zerojax.Precision(**options)
-        plan = zerojax.plan(zerojax.quantized(state_of()), stage=3, precision=precision)
+        plan = zerojax.plan(zerojax.quantize(state_of()), stage=3, precision=precision)
         zerojax.train_step(loss).trace(plan.abstract(), BATCH)
         assert {leaf.dtype.name for leaf in plan.params if "nf4" in leaf.path} == {"uint8"}
     assert [d.name for d in dict.fromkeys(seen)] == ["bfloat16", "float32"]
@@ -218,10 +218,10 @@ def test_weights_are_seen_in_the_dtype_of_the_others():
 
 def test_codes_may_rest_in_host_memory():
     offload = zerojax.Offload(opt_state=False, params=True, min_bytes=CODES // 8)
-    placed = zerojax.shard_train_state(zerojax.quantized(state_of()), stage=3, offload=offload)
+    placed = zerojax.shard_train_state(zerojax.quantize(state_of()), stage=3, offload=offload)
     (rows,) = jax.tree.leaves(placed.params["base"]["w"])
     assert rows.sharding.memory_kind == "pinned_host"
-    full, step = dequantized(zerojax.quantized(state_of()).params), zerojax.train_step(scanned)
+    full, step = dequantize(zerojax.quantize(state_of()).params), zerojax.train_step(scanned)
     eqns = every_equation(step.trace(placed, BATCH).jaxpr)
     copies = [v.aval for e in eqns if e.primitive.name == "device_put" for v in e.outvars]
     # Layers of the whole array: on CPUs, what waits for forward is a copy of a device's shard.
@@ -236,8 +236,8 @@ def test_codes_may_rest_in_host_memory():
 
 def test_numpy_weights_may_be_put_into_codes_where_the_state_is_made():
     numbers = jax.tree.map(np.array, PARAMS)
-    made = zerojax.shard_train_state(lambda: zerojax.quantized(state_of(numbers)), stage=3)
-    passed = zerojax.shard_train_state(zerojax.quantized(state_of(numbers)), stage=3)
+    made = zerojax.shard_train_state(lambda: zerojax.quantize(state_of(numbers)), stage=3)
+    passed = zerojax.shard_train_state(zerojax.quantize(state_of(numbers)), stage=3)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(made.params), passed.params)
 
 
@@ -248,7 +248,7 @@ def test_a_mask_that_is_a_function_keeps_its_optimizer_state():
     tx = optax.multi_transform({True: optax.set_to_zero(), False: optax.adam(1e-2)}, frozen)
     state = train_state(PARAMS, tx)
     state = state.apply_gradients(grads=PARAMS)  # moments that are not zeros
-    packed = zerojax.quantized(state)
+    packed = zerojax.quantize(state)
     assert_equal_bits(jax.tree.leaves(packed.opt_state), jax.tree.leaves(state.opt_state))
     assert zerojax.plan(packed, stage=3).leaves and traced(scanned, packed)
 
@@ -257,18 +257,18 @@ def test_a_mask_that_is_a_function_keeps_its_optimizer_state():
 
 
 def test_checkpoints_move_codes_between_stages(tmp_path):
-    placed = zerojax.shard_train_state(zerojax.quantized(state_of()), stage=3)
+    placed = zerojax.shard_train_state(zerojax.quantize(state_of()), stage=3)
     zerojax.save(tmp_path / "saved", placed)
-    other = zerojax.plan(zerojax.quantized(state_of()), stage=1, mesh=make_mesh(4))
+    other = zerojax.plan(zerojax.quantize(state_of()), stage=1, mesh=make_mesh(4))
     restored = zerojax.restore(tmp_path / "saved", other)
-    assert_equal_bits(zerojax.full_params(restored), zerojax.full_params(placed))
+    assert_equal_bits(zerojax.gather_params(restored), zerojax.gather_params(placed))
 
 
 def test_files_have_codes_or_weights(tmp_path):
     params = {"w": normal(4, 98, 128), "v": normal(64, 256), "bias": normal(128)}
-    plan = zerojax.plan({"params": zerojax.quantized(params, where="^[wv]$")}, stage=3)
-    placed = plan.place({"params": zerojax.quantized(params, where="^[wv]$")})
-    want = zerojax.full_params(placed, plan)
+    plan = zerojax.plan({"params": zerojax.quantize(params, where="^[wv]$")}, stage=3)
+    placed = plan.place({"params": zerojax.quantize(params, where="^[wv]$")})
+    want = zerojax.gather_params(placed, plan)
     theirs = {"x": {str(n): {"weight": params["w"][n].T} for n in range(4)}}
     theirs |= {"v": params["v"], "bias": params["bias"]}
     names = {"w": ("x.{}.weight", "out in -> in out")}
@@ -277,13 +277,13 @@ def test_files_have_codes_or_weights(tmp_path):
     export_safetensors(tmp_path / "codes", placed, plan=plan)
     for name, options in (("weights", {}), ("theirs", {"names": names}), ("codes", {})):
         got = import_safetensors(tmp_path / name, plan, **options)
-        assert_equal_bits(zerojax.full_params(got, plan), want)
+        assert_equal_bits(zerojax.gather_params(got, plan), want)
     export_safetensors(tmp_path / "named", placed, plan=plan, names=names | {"v": "v"})
     got = import_safetensors(tmp_path / "named", {"params": params}, names=names)
-    assert_equal_bits(got, jax.tree.map(np.asarray, dequantized(want)))
-    export_safetensors(tmp_path / "merged", dequantized(want))
+    assert_equal_bits(got, jax.tree.map(np.asarray, dequantize(want)))
+    export_safetensors(tmp_path / "merged", dequantize(want))
     got = import_safetensors(tmp_path / "merged", {"params": params})
-    assert_equal_bits(got, jax.tree.map(np.asarray, dequantized(want)))
+    assert_equal_bits(got, jax.tree.map(np.asarray, dequantize(want)))
 
 
 # -- other families
@@ -301,9 +301,9 @@ class Net(nnx.Module):
 def test_a_nnx_model_trains_over_codes_in_place():
     loss = lambda model, x: jnp.mean((model(x) - x) ** 2)
 
-    make = lambda: zerojax.nnx.quantized(*nnx_models.make(Net, nnx.LoRAParam))
+    make = lambda: zerojax.nnx.quantize(*nnx_models.make(Net, nnx.LoRAParam))
     model, optimizer = zerojax.nnx.shard(make, stage=3)
-    full = dequantized(zerojax.full_params(zerojax.nnx.state(model, optimizer)))
+    full = dequantize(zerojax.gather_params(zerojax.nnx.state(model, optimizer)))
     streamed = dict(zerojax.stream(zerojax.nnx.state(model, optimizer)))
     assert_equal_bits(streamed["up.kernel"], full["up"]["kernel"])
     step = zerojax.nnx.train_step(loss)
@@ -346,9 +346,9 @@ def test_integers_of_others_rest_and_travel_as_they_are():
 def test_what_the_optimizer_updates_is_not_put_into_codes():
     trained = train_state(PARAMS, optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"found no frozen matrix in the state\. Pass where="):
-        zerojax.quantized(trained)
+        zerojax.quantize(trained)
     with pytest.raises(ValueError, match=r"params/base/w is stored in nf4.*Freeze it, as in optax"):
-        zerojax.plan(zerojax.quantized(trained, where="base/w"), stage=3)
+        zerojax.plan(zerojax.quantize(trained, where="base/w"), stage=3)
 
 
 @pytest.mark.parametrize(
@@ -363,18 +363,18 @@ def test_what_the_optimizer_updates_is_not_put_into_codes():
 )
 def test_options_are_checked(options, remedy):
     with pytest.raises(ValueError, match=remedy):
-        zerojax.quantized(state_of(), **options)
+        zerojax.quantize(state_of(), **options)
 
 
 def test_a_placed_state_is_refused():
     placed = zerojax.shard_train_state(state_of(), stage=3)
     with pytest.raises(ValueError, match=r"Call it first: zerojax\.shard_train_state"):
-        zerojax.quantized(placed)
+        zerojax.quantize(placed)
 
 
 def test_a_model_called_on_codes_says_how_to_decode_them():
-    packed, x = zerojax.quantized(state_of()).params["base"]["w"], jnp.ones((2, DIM))
-    says = r"float32\[3, 64, 64\] is stored in nf4.*zerojax\.manual\.dequantized\(params\)"
+    packed, x = zerojax.quantize(state_of()).params["base"]["w"], jnp.ones((2, DIM))
+    says = r"float32\[3, 64, 64\] is stored in nf4.*zerojax\.manual\.dequantize\(params\)"
     for call in (
         lambda: x @ packed,
         lambda: jnp.dot(x, packed),
@@ -386,17 +386,17 @@ def test_a_model_called_on_codes_says_how_to_decode_them():
     ):
         with pytest.raises(TypeError, match=says):
             call()
-    model, _ = zerojax.nnx.quantized(*nnx_models.make(Net, nnx.LoRAParam))
-    with pytest.raises(TypeError, match=r"zerojax\.nnx\.merge\(s, zerojax\.manual\.dequantized\("):
+    model, _ = zerojax.nnx.quantize(*nnx_models.make(Net, nnx.LoRAParam))
+    with pytest.raises(TypeError, match=r"zerojax\.nnx\.merge\(s, zerojax\.manual\.dequantize\("):
         model(jnp.ones((8, DIM)))
 
 
 def test_a_restore_of_codes_as_weights_says_so(tmp_path):
     """And the other way round."""
-    codes, weights = zerojax.quantized(state_of()), state_of()
+    codes, weights = zerojax.quantize(state_of()), state_of()
     zerojax.save(tmp_path / "codes", zerojax.shard_train_state(codes, stage=3))
     zerojax.save(tmp_path / "weights", zerojax.shard_train_state(weights, stage=3))
-    says = "are quantized on one side only.*zerojax.quantized.*dequantized"
+    says = "are quantized on one side only.*zerojax.quantize.*dequantize"
     for path, like in (("codes", weights), ("weights", codes)):
         with pytest.raises(ValueError, match=says) as raised:
             zerojax.restore(tmp_path / path, like=zerojax.plan(like, stage=1))

@@ -63,7 +63,7 @@ def test_a_step_knows_the_memory_of_what_it_keeps():
     row = steps.row("regather")
     stack = next(leaf for leaf in row.report.plan.params if leaf.path == "params/layers/w")
     assert stack.rest.axes == LEVELS and stack.near.axes == GPU
-    assert row.report.plan.kept_bytes() == sum(leaf.nbytes // 2 for leaf in row.plan.params)
-    assert row.plan.kept_bytes() == 0
+    assert row.report.plan._kept_bytes() == sum(leaf.nbytes // 2 for leaf in row.plan.params)
+    assert row.plan._kept_bytes() == 0
     crossing = {t.axes for t in row.report.traffic if t.kind == "all-gather"}
     assert crossing >= {NODE, GPU}

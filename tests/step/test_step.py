@@ -190,7 +190,7 @@ def test_dispatch_is_cheap(count, options, looks):
     params = {f"w{n}": np.ones((16, 16), "f") for n in range(count)}
     state = train_state(params, SGD)
     state = zerojax.shard_train_state(state, mesh=make_mesh(2))
-    batch = zerojax.shard_batch(np.ones((16, 16), np.float32), mesh=make_mesh(2))
+    batch = zerojax.shard_batch(np.ones((16, 16), np.float32), like=make_mesh(2))
     loss = lambda params, batch: jnp.mean((batch @ params["w0"]) ** 2)
     step = train_step(loss, donate=False, compiler_options=options)
     for _ in range(2):  # compiles, and JAX remembers

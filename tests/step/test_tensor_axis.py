@@ -52,7 +52,7 @@ def test_parameters_are_gathered_and_reduced_over_data_alone(stage, sent):
     assert weights_sent(report, "tensor").keys() == {"all-reduce"}  # Megatron's, of activations
     wanted = jax.jit(lambda s, g: s.apply_gradients(grads=g))(make_state(), plain_grads())
     state, _ = step(state, BATCH)
-    for name, value in zerojax.full_params(state).items():
+    for name, value in zerojax.gather_params(state).items():
         np.testing.assert_allclose(value, wanted.params[name], atol=1e-5)
 
 

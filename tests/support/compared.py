@@ -40,7 +40,7 @@ class State(TrainState):
 
 
 @struct.dataclass
-class Modules(zerojax.manual.ModuleState):
+class Modules(zerojax.ModuleState):
     stats: Any = None
 
 
@@ -113,7 +113,7 @@ def state_at(row: Row, end: End) -> Any:
         state = zerojax.nnx.state(model, optimizer)
         zerojax.nnx.update(model, optimizer, state.replace(opt_state=end.opt_state))
         if row.packed:
-            zerojax.nnx.quantized(model, optimizer, row.packed)
+            zerojax.nnx.quantize(model, optimizer, row.packed)
         return model, optimizer
     fields = {"stats": end.stats} if row.fields else {}
     if row.model == "equinox":  # whose arrays of numpy are constants
@@ -121,7 +121,7 @@ def state_at(row: Row, end: End) -> Any:
     else:
         state = State.create(apply_fn=None, params=model, tx=tx, **fields)
     state = state.replace(opt_state=end.opt_state)
-    return zerojax.quantized(state, row.packed) if row.packed else state
+    return zerojax.quantize(state, row.packed) if row.packed else state
 
 
 class Training:
@@ -138,8 +138,8 @@ class Training:
             mutable = ("stats",) if row.fields else ()
             self.step = zerojax.train_step(loss, mutable=mutable, **scheduled(options))
         if row.replayed:
-            self.step = zerojax.tools.replayed(self.step, every=row.replayed)
-        self.compiled = self.step.functional if self.is_nnx else self.step
+            self.step = zerojax.tools.replay(self.step, every=row.replayed)
+        self.compiled = self.step._functional if self.is_nnx else self.step
 
     def get(self) -> Any:
         return zerojax.nnx.state(*self.objects) if self.is_nnx else self.state
@@ -293,7 +293,7 @@ def shown_as_on_one_device(row: Row, state: Any, wanted: End) -> End:
     """Of parameters that are stored in 16 bits, the masters. Frozen ones have none: they are those
     of one device, rounded."""
     state = jax.device_get(zerojax.unpad(state))
-    params, opt_state = zerojax.manual.dequantized(state.params), state.opt_state
+    params, opt_state = zerojax.manual.dequantize(state.params), state.opt_state
     wrapped, masters = settings(row.precision), None
     if "master" in wrapped:
         masters, opt_state = masters_of(state.params, opt_state)

@@ -145,7 +145,7 @@ class Row:
         if "tx" in self.plan:  # a state that does not carry it
             return (model.params, tx.init(model.params)), model
         if isinstance(model.params, equinox.Module):
-            return manual.ModuleState.create(model.params, tx), model
+            return zerojax.ModuleState.create(model.params, tx), model
         return State.create(apply_fn=None, params=model.params, tx=tx, **model.fields), model
 
     def nnx(self) -> tuple[Any, Any]:
@@ -324,7 +324,7 @@ GPU_ROWS = {
 def rows() -> dict[str, Row]:
     """Returns the rows that this machine can lower."""
     try:
-        zerojax.aot.check_packages()
+        zerojax.aot._check_packages()
     except ModuleNotFoundError:
         return ROWS
     return ROWS | GPU_ROWS

@@ -37,7 +37,7 @@ def train_on_gpus(row: Any) -> str:
     """Which are not there; the step is compiled with options that suit its loops."""
     loss, plan, arguments = parts(row)
     step = zerojax.train_step(loss, **scheduled(row.options(row.step, plan)))
-    return f"{program(step.trace(*arguments))}\noptions: {step.options_for(*arguments)}"
+    return f"{program(step.trace(*arguments))}\noptions: {step._options_for(*arguments)}"
 
 
 def compiled(row: Any) -> str:
@@ -61,7 +61,7 @@ def grads(row: Any) -> str:
 def born(row: Any) -> str:
     """What makes a state where its plan has it, and what shows it without padding."""
     _, plan, (state, *_) = parts(row)
-    make = plan.born_sharded(lambda: row.state_and_model()[0])
+    make = plan._born_sharded(lambda: row.state_and_model()[0])
     return program(make.trace()) + program(jax.jit(zerojax.unpad).trace(state))
 
 

@@ -168,7 +168,7 @@ def start(row: Row) -> End:
 
 def as_packed(params: Any, codes: str) -> Any:
     """Parameters with the error of codes in the frozen matrices."""
-    packed = zerojax.manual.dequantized(zerojax.quantized(params, codes))
+    packed = zerojax.manual.dequantize(zerojax.quantize(params, codes))
     labels = some_frozen(params)
     return jax.device_get(
         jax.tree.map(lambda of, a, b: a if of == "frozen" else b, labels, packed, params)

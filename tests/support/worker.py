@@ -136,18 +136,18 @@ def kill_the_last():
 
 
 def digest(state):
-    whole = jax.tree.leaves(zerojax.full_params({"state": state}))
+    whole = jax.tree.leaves(zerojax.gather_params({"state": state}))
     return hashlib.sha256(b"".join(x.tobytes() for x in whole)).hexdigest()
 
 
 def check_leaves(state):
     """Every process gets every weight, from streams and from resharded parameters."""
     names = {f"layers/{name}": f"layers.{{}}.{name}" for name in ("w1", "w2")}
-    wanted = zerojax.full_params(state)
+    wanted = zerojax.gather_params(state)
     stacks = {f"layers.{n}.{k}": w[n] for k, w in wanted["layers"].items() for n in range(2)}
     streamed = {name: np.asarray(x) for name, x in zerojax.stream(state, names=names)}
     jax.tree.map(np.testing.assert_array_equal, streamed, {"bias": wanted["bias"], **stacks})
-    jax.tree.map(np.testing.assert_array_equal, zerojax.resharded(state), wanted)
+    jax.tree.map(np.testing.assert_array_equal, zerojax.reshard(state), wanted)
 
 
 def main() -> None:

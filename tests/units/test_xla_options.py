@@ -76,7 +76,7 @@ def test_two_collectives_are_in_flight_between_hosts(gpus, shape, wanted):
     mesh = zerojax.aot.mesh(gpus, shape, ("node", "gpu"))
     plan = zerojax.plan(audits.make_state, mesh=mesh, axis=("node", "gpu"))
     step = train_step(audits.loss, plan=plan, regather="gpu")
-    jaxpr = step.without_options.trace(plan.abstract(), audits.tokens(plan)).jaxpr.jaxpr
+    jaxpr = step._without_options.trace(plan.abstract(), audits.tokens(plan)).jaxpr.jaxpr
     options = xla.options_for(jaxpr, mesh, ahead=True)
     assert options.get(xla.IN_FLIGHT) == (2 if wanted else None)
     assert options[xla.DOUBLE_BUFFER]

@@ -61,8 +61,8 @@ def verified(loss=mean_loss, batch=X, *rng, state=None, made=None, **options):
 
 def by_hand(plan, tx, loss_fn, fault="", with_key=False):
     """A ZeRO step in shard_map, with one fault at will."""
-    specs = plan.treedef.unflatten([leaf.spec for leaf in plan.leaves])
-    leaves = plan.treedef.unflatten(plan.leaves)["params"]
+    specs = plan._treedef.unflatten([leaf.spec for leaf in plan.leaves])
+    leaves = plan._treedef.unflatten(plan.leaves)["params"]
     size = plan.mesh.size
 
     def mean(x):
@@ -109,6 +109,6 @@ def check_by_hand(fault="", tx=ADAM, stage=0, loss=mean_loss, rng=None, devices=
     mesh = make_mesh(devices)
     plan = zerojax.plan(state, stage=stage, tx=tx, min_shard_size=0, mesh=mesh)
     step = by_hand(plan, tx, loss, fault, rng is not None)
-    batch = zerojax.shard_batch(X[: ROWS // devices * devices], plan=plan)
+    batch = zerojax.shard_batch(X[: ROWS // devices * devices], like=plan)
     like = zerojax.train_step(loss, tx=tx, plan=plan)
     return zerojax.verify(step, plan.place(state), batch, rng, like=like)

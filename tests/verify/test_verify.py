@@ -86,10 +86,10 @@ def test_exact_means_and_aux_are_compared():
 
 
 def test_state_and_batch_can_be_used_afterwards(compiled):
-    state, batch = placed(), zerojax.shard_batch(X, mesh=make_mesh(2))
+    state, batch = placed(), zerojax.shard_batch(X, like=make_mesh(2))
     step = zerojax.train_step(mean_loss)
     zerojax.verify(step, state, batch)
-    np.testing.assert_array_equal(zerojax.full_params(state)["w"], W["w"])
+    np.testing.assert_array_equal(zerojax.gather_params(state)["w"], W["w"])
     compiled.clear()
     new, _ = jax.block_until_ready(step(state, batch))
     assert int(new.step) == 1 and not compiled, "verify compiled the step another time"
@@ -136,7 +136,7 @@ def padded_tuple(change):
         value, grads = zerojax.value_and_grad(mean_loss, plan)(params, x)
         updates, opt_state = tx.update(grads, opt_state, params)
         new, opt_state = plan.constrain((optax.apply_updates(params, updates), opt_state))
-        metrics = {"loss": value, "grads": plan.pad_params(grads)}
+        metrics = {"loss": value, "grads": plan._pad_params(grads)}
         return ({"w": change(new["w"])}, opt_state), metrics
 
     like = zerojax.train_step(mean_loss, tx=tx, plan=plan)

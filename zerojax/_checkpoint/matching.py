@@ -42,9 +42,9 @@ OF_NNX = (
     "[nnx.state(model), nnx.state(optimizer)] if both were saved."
 )
 ON_ONE_SIDE = (
-    "; or weights are quantized on one side only: make like= with zerojax.quantized if those of "
+    "; or weights are quantized on one side only: make like= with zerojax.quantize if those of "
     "the checkpoint are, and without if they are not. import_safetensors quantizes weights, and "
-    "zerojax.manual.dequantized decodes them"
+    "zerojax.manual.dequantize decodes them"
 )
 BARE = "; or it was saved with Precision(master=) or Precision(moments=): place like= with the same"
 

@@ -119,7 +119,7 @@ def stream(
         names: another library's names and layouts, as in `zerojax.checkpoint.import_safetensors`.
             A stack of layers comes as one tensor unless a `{}` in its name counts them:
             `{"blocks/up": "blocks.{}.up"}`. Without an entry, the name is the path with dots. A
-            quantized weight (`zerojax.quantized`) comes decoded; name the path of its bytes, such
+            quantized weight (`zerojax.quantize`) comes decoded; name the path of its bytes, such
             as `"blocks/up/nf4"`, to have these.
         dtype: cast floats to this dtype, on the shards, before they are gathered. Quantized weights
             are gathered as they are, and then decoded to it.

@@ -75,7 +75,7 @@ class Streamed:
         shapes = list(map(_shape, self.values, update.shapes))
         streamed = {i for i, value in enumerate(self.values) if _compat.is_on_host(value)}
         streamed -= {at + self.first for at in done}
-        self.update = InParts(update, shapes, streamed, plan.stacks)
+        self.update = InParts(update, shapes, streamed, plan._stacks)
         self.results = dict(done)
         # What the update leaves as it was, such as frozen parameters, stays where it is.
         full, same = self.update.full, same_values(self.update.full)
@@ -166,7 +166,7 @@ class Streamed:
 
     def layers(self, program: Flat, values: list[Any], i: int | Array) -> list[Any]:
         """Returns the inputs of an update of layer `i`: stacks on the devices as that layer."""
-        cut = program.read() & self.plan.stacks - self.update.streamed
+        cut = program.read() & self.plan._stacks - self.update.streamed
         return [sliced(value, i) if at in cut else value for at, value in enumerate(values)]
 
     def fetched(

@@ -91,7 +91,7 @@ def is_wanted(plan: Plan, when: str) -> bool:
     host memory, or the all-gather of weights that rest whole.
     """
     gathers = bool(plan.groups.opt_state) and not plan.groups.params
-    hides = _compat.is_gpu(plan.mesh.devices.flat[0]) and (plan.offloads or gathers)
+    hides = _compat.is_gpu(plan.mesh.devices.flat[0]) and (plan._offloads or gathers)
     return when == "backward" or (when == "auto" and hides)
 
 
@@ -107,7 +107,7 @@ class InBackward:
         self.state, self.leaves = jax.tree.leaves(state), [*plan.params, *plan.leaves]
         self.updates: dict[str, LayerUpdate] = {}
         self.why: dict[str, str] = {}
-        finds = not plan.offloads or _host_state.are_found(plan.mesh.devices.flat[0])
+        finds = not plan._offloads or _host_state.are_found(plan.mesh.devices.flat[0])
         try:
             with on_no_mesh():
                 self.prove(finds)
@@ -153,7 +153,7 @@ class InBackward:
         streamed = {i for i, each in enumerate(may_be, self.first) if each}
         shapes = self.update.shapes
         self.sums = sums_of(self.update.traced(shapes), self.first, len(self.leaves))
-        self.whole = InParts(self.update, shapes, streamed, self.plan.stacks, self.sums)
+        self.whole = InParts(self.update, shapes, streamed, self.plan._stacks, self.sums)
         self.guess = Guess(self.whole)
         params = [i for i, leaf in enumerate(self.plan.leaves, self.first) if leaf.kind == PARAMS]
         for part in self.whole.parts:
@@ -188,7 +188,7 @@ class InBackward:
         if any(i >= len(self.leaves) for i in given):
             raise _UnprovedError("the update reads a field that the loss returns")
         sharded = [i for i in given if self.leaves[i].update.dim is not None]
-        if sharded or any(i < self.first or i in self.plan.stacks for i in given):
+        if sharded or any(i < self.first or i in self.plan._stacks for i in given):
             raise _UnprovedError(TOGETHER)
         if any(isinstance(value, Tracer) for value in program.constants.values()):
             raise _UnprovedError("the update closes over a traced array")
@@ -254,7 +254,7 @@ class InBackward:
         what else is known of all layers alone; None if it is another program."""
         shapes = list(self.update.shapes)
         dims: list[Label] = [SAME] * len(shapes)
-        for i in self.plan.stacks:
+        for i in self.plan._stacks:
             shape, place = self.leaves[i].shape, self.leaves[i].update
             dims[i] = SAME if place.dim is None else place.dim
             # The shape inside a step's `shard_map`.

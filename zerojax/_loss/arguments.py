@@ -25,7 +25,7 @@ from zerojax._types import PyTree
 ELSEWHERE = {  # remedies for an argument on other devices
     "state": "Place it again: state = plan.place(state), or zerojax.shard_train_state.",
     "params": "Place them again: params = plan.place(state).params.",
-    "batch": "Pass numpy arrays, or zerojax.shard_batch(batch, plan=plan).",
+    "batch": "Pass numpy arrays, or zerojax.shard_batch(batch, like=plan).",
     "rng": "Pass one that was not moved by jax.device_put: jax.random.key(n).",
 }
 
@@ -208,7 +208,7 @@ def _out_of_memory(plan: Plan | None) -> str:
     largest = sorted(sizes, key=lambda pair: -pair[0])[:3]
     named = ", ".join(f"{path} {human_bytes(size)}" for size, path in largest)
     kinds = [f"{TITLES[kind]} {human_bytes(n)}" for kind, n in plan.bytes_per_device().items() if n]
-    kinds.append(f"gradients {human_bytes(plan.gradient_bytes())}")
+    kinds.append(f"gradients {human_bytes(plan._gradient_bytes())}")
     higher = f"stage={plan.stage + 1}, " if plan.stage < 3 else "more devices, "
     return (
         f"Out of memory. By the plan, each device has {', '.join(kinds)}; the largest leaves are "

@@ -410,7 +410,7 @@ def mesh_and_axes(
     if mesh is not None or axis is not None:
         raise ValueError("plan= brings its own mesh and axes. Leave the mesh and axis= out.")
     plan = plan if isinstance(plan, Plan) else find_plan(plan)
-    return plan.given_mesh or plan.mesh, plan.batch_axes
+    return plan._given_mesh or plan.mesh, plan.batch_axes
 
 
 def local_parts(mesh: Mesh, axes: tuple[str, ...]) -> set[int]:

@@ -60,7 +60,7 @@ def explain(
     roles: Sequence[_batch.Role],
 ) -> None:
     """Raises for bad inputs; otherwise runs the loss op by op, as it was written."""
-    params = weights_of(plan.logical_part(params, PARAMS))
+    params = weights_of(plan._logical_part(params, PARAMS))
     named = {PARAMS: params, "batch": args[0]}
     if bad := _bad_leaves(named | {f"argument {i}": a for i, a in enumerate(args[1:], 3)}):
         raise FloatingPointError(

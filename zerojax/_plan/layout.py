@@ -30,11 +30,11 @@ class Layout:
     groups: Groups
     leaves: tuple[LeafPlan, ...]
     # Not compared, because a state's static fields are in it, which differ from call to call.
-    treedef: TreeDef = dataclasses.field(compare=False)
+    _treedef: TreeDef = dataclasses.field(compare=False)
     precision: Precision | None = None
     # Not compared either, because it is a trace. None for a plan without an optimizer.
-    update: Update | None = dataclasses.field(default=None, compare=False)
-    given_mesh: Mesh | None = None  # on which arrays rest; its axes may be Explicit, not Auto
+    _update: Update | None = dataclasses.field(default=None, compare=False)
+    _given_mesh: Mesh | None = None  # on which arrays rest; its axes may be Explicit, not Auto
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -52,26 +52,26 @@ class Layout:
         return axes_size(self.mesh, self.batch_axes)
 
     @property
-    def is_grouped(self) -> bool:
+    def _is_grouped(self) -> bool:
         """Whether some kind of array is sharded, but not over all axes of the batch."""
         kinds = vars(self.groups).values()
         return any(axes and set(axes) != set(self.batch_axes) for axes in kinds)
 
     @functools.cached_property
-    def offloads(self) -> bool:
+    def _offloads(self) -> bool:
         """Whether some leaf rests in host memory."""
         return any(leaf.is_on_host for leaf in self.leaves)
 
     @functools.cached_property
-    def host_parts(self) -> dict[str, Part]:
+    def _host_parts(self) -> dict[str, Part]:
         """How a step updates leaves that rest in host memory, by their paths."""
-        if not self.offloads or self.update is None:
+        if not self._offloads or self._update is None:
             return {}
         inputs = enumerate(self.leaves, len(self.params))
         paths = {i: leaf.path for i, leaf in inputs if leaf.is_on_host}
         try:
             with on_no_mesh():
-                parts = InParts(self.update, self.update.shapes, paths.keys(), self.stacks).parts
+                parts = InParts(self._update, self._update.shapes, paths.keys(), self._stacks).parts
         # An update is a user's code, and may raise anything. The step raises it where it matters;
         # here it would only keep a plan from being printed.
         except Exception:
@@ -79,28 +79,28 @@ class Layout:
         return {paths[i]: part for part in parts for i in part.inputs}
 
     @functools.cached_property
-    def stacks(self) -> set[int]:
+    def _stacks(self) -> set[int]:
         """The stacks among an update's inputs, which are gradients, then leaves of the state."""
         return {i for i, leaf in enumerate([*self.params, *self.leaves]) if by_layer(leaf)}
 
     @functools.cached_property
-    def pads(self) -> bool:
+    def _pads(self) -> bool:
         """Whether some leaf is padded, between steps or where it is updated."""
         return any(leaf.update.padding for leaf in self.leaves)
 
     @functools.cached_property
-    def rest_padded(self) -> list[tuple[int, str, Shape]]:
+    def _rest_padded(self) -> list[tuple[int, str, Shape]]:
         """The positions, paths and shapes of parameters, and of a state's own copies of them, that
         are padded between steps."""
         leaves = enumerate(self.leaves)
         return [(at, x.path, x.shape) for at, x in leaves if x.rest.padding and x.kind != OPT_STATE]
 
     @property
-    def pads_params(self) -> bool:
-        return bool(self.rest_padded)
+    def _pads_params(self) -> bool:
+        return bool(self._rest_padded)
 
     @functools.cached_property
-    def positions(self) -> dict[str, dict[str, int]]:
+    def _positions(self) -> dict[str, dict[str, int]]:
         """The position of each leaf in a state, by its kind and its path within that kind.
 
         All leaves are also there by "" and their full paths.
@@ -115,33 +115,33 @@ class Layout:
         return [leaf for leaf in self.leaves if leaf.kind == PARAMS]
 
     @functools.cached_property
-    def absent(self) -> set[str]:
+    def _absent(self) -> set[str]:
         """The axes that the model is annotated with and the mesh lacks: they shard nothing."""
         return {axis for leaf in self.leaves for axis in leaf.absent}
 
     @functools.cached_property
-    def shardings(self) -> list[NamedSharding]:
+    def _shardings(self) -> list[NamedSharding]:
         """The place of each leaf between steps, in the order of `jax.tree.leaves(state)`."""
-        mesh = self.given_mesh or self.mesh
+        mesh = self._given_mesh or self.mesh
         places = [leaf.rest.sharding(mesh) for leaf in self.leaves]
         if not mesh.abstract_mesh.explicit_axes:
             return places
         return [_as_in_types(*pair) for pair in zip(places, self.leaves, strict=True)]
 
     @functools.cached_property
-    def explicit_mesh(self) -> AbstractMesh | None:
+    def _explicit_mesh(self) -> AbstractMesh | None:
         """The user's mesh, if it has Explicit axes, for a loss that names them. The loss sees one
         part of the batch."""
-        mesh = self.given_mesh and self.given_mesh.abstract_mesh
+        mesh = self._given_mesh and self._given_mesh.abstract_mesh
         if not mesh or not mesh.explicit_axes:
             return None
         sizes = [1 if axis in self.batch_axes else size for axis, size in mesh.shape.items()]
         return AbstractMesh((*sizes,), mesh.axis_names, axis_types=mesh.axis_types)
 
-    def seen_by_loss(self, leaf: LeafPlan) -> jax.ShapeDtypeStruct:
+    def _seen_by_loss(self, leaf: LeafPlan) -> jax.ShapeDtypeStruct:
         """Returns the shape of a whole parameter, sharded over Explicit axes of the user's own."""
         sharding = None
-        if mesh := self.explicit_mesh:
+        if mesh := self._explicit_mesh:
             own = {*mesh.explicit_axes} - {*self.batch_axes}
             sharding = NamedSharding(mesh, leaf.rest.within(own))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -161,7 +161,7 @@ class Layout:
                 totals[leaf.kind] += leaf.bytes_per_device(self.mesh)
         return totals
 
-    def regathering(self, regather: bool | str | Sequence[str]) -> Self:
+    def _regathering(self, regather: bool | str | Sequence[str]) -> Self:
         """Returns the plan of a step whose backward gathers parameters over these axes again.
 
         The step keeps what forward gathered over the others.
@@ -190,13 +190,13 @@ class Layout:
         ]
         return dataclasses.replace(self, leaves=tuple(leaves))
 
-    def kept_bytes(self) -> int:
+    def _kept_bytes(self) -> int:
         """Returns the bytes on each device of the parameters that a step keeps at `near`, in their
         own dtypes; those that rest there do not count."""
         kept = [leaf for leaf in self.params if leaf.near.axes != leaf.rest.axes]
         return sum(leaf.bytes_at(leaf.near, self.mesh) for leaf in kept)
 
-    def gradient_bytes(self) -> int:
+    def _gradient_bytes(self) -> int:
         """Returns the bytes on each device of the gradients, in the parameters' dtypes."""
         return sum(one.bytes_at(one.grad, self.mesh) for one in self.leaves if one.grad)
 

@@ -131,7 +131,7 @@ def _changed(
     is_meant: Callable[[LeafPlan, Shaped], bool],
 ) -> PyTree:
     """Returns `tree` with a change to those leaves of the plan that are meant."""
-    at, leaves = plan.positions[kind] if plan.pads else {}, _state.leaves_with_paths(tree)
+    at, leaves = plan._positions[kind] if plan._pads else {}, _state.leaves_with_paths(tree)
     meant: dict[int, PyTree] = {
         at[leaf.name]: leaf.value
         for leaf in leaves
@@ -166,7 +166,7 @@ def warn_of_padding(state: PyTree, plan: Layout) -> None:
     arguments = "state" if _has_plan(state) else "state, plan"
     warn(
         f"{leaf.path} has the shape {leaf.shape} and is stored padded as {leaf.padded_shape}, "
-        f"because {plan.size} devices do not divide it{others}. Steps, checkpoints and full_params "
+        f"because {plan.size} devices do not divide it{others}. Steps, checkpoints and gather_params "
         "show its own shape. If you apply the model yourself, take the parameters from "
         f"zerojax.unpad({arguments}), or place the state with pad=False."
     )
@@ -187,9 +187,9 @@ def _forget(key: int, reference: weakref.ref[Array]) -> None:
 
 
 def remember_state(state: PyTree, plan: Layout) -> None:
-    if plan.pads_params:
+    if plan._pads_params:
         leaves = jax.tree.leaves(state)
-        remember((leaves[at], path, shape) for at, path, shape in plan.rest_padded)
+        remember((leaves[at], path, shape) for at, path, shape in plan._rest_padded)
 
 
 def resting(value: PyTree) -> Resting | None:
@@ -241,7 +241,7 @@ def padded_shapes(tree: PyTree, plan: _carried.CarriedPlan = None) -> dict[str, 
     The states in the tree carry their plans; pass `plan` for a tree that is a state without one.
     """
     if plan is not None and not _has_plan(tree):
-        plan.check_structure(tree)
+        plan._check_structure(tree)
         return _padded(tree, {leaf.path: leaf for leaf in plan.leaves})
     shapes: dict[str, Shape] = {}
     for path, part in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_has_plan)[0]:
@@ -261,7 +261,7 @@ def padded_param_shapes(
     """
     layout: Layout | None = _carried.carried_plan(state)
     if layout is None and plan is not None:
-        plan.check_params(params)
+        plan._check_params(params)
         layout = plan
     leaves = [] if layout is None else layout.params
     planned = {leaf.path.partition("/")[2]: leaf for leaf in leaves}

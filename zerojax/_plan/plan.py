@@ -50,9 +50,9 @@ class Plan(Layout):
         """Returns the state as `jax.ShapeDtypeStruct`s that carry their shardings."""
         structs = [
             jax.ShapeDtypeStruct(leaf.padded_shape, leaf.dtype, sharding=sharding)
-            for leaf, sharding in zip(self.leaves, self.shardings, strict=True)
+            for leaf, sharding in zip(self.leaves, self._shardings, strict=True)
         ]
-        return _carried.carry_plan(self.treedef.unflatten(structs), self)
+        return _carried.carry_plan(self._treedef.unflatten(structs), self)
 
     def place(self, state: PyTree) -> PyTree:
         """Moves a state to where the plan has it; compiles a function to make its state there.
@@ -61,13 +61,13 @@ class Plan(Layout):
         valid: a step may donate those that this returns.
         """
         _mesh.check_runs(self.mesh)
-        if self.offloads and _compat.is_gpu(self.mesh.devices.flat[0]):
+        if self._offloads and _compat.is_gpu(self.mesh.devices.flat[0]):
             local = len(self.mesh.local_devices)
             _offload.check_pool(local * sum(self.host_bytes_per_device().values()), local)
         _refusals.check_state_function(state)
         if _state.is_state_function(state):
             treedefs: list[TreeDef] = []
-            make = self.born_sharded(state, treedefs.append)
+            make = self._born_sharded(state, treedefs.append)
             self._agree(lambda: {"how it is made": _fingerprint.of_program(make.trace().jaxpr)})
             leaves = make()  # which appends the structure
             placed = treedefs[0].unflatten(leaves)
@@ -76,37 +76,37 @@ class Plan(Layout):
             self._agree(lambda: {"the leaves": _fingerprint.of_shapes(state)})
             state = stored_with(_carried.without_plan(on_host(state)), self.precision)
             leaves, treedef = jax.tree.flatten(state)
-            self.check_structure(state)
+            self._check_structure(state)
             values = list(map(_as_array, leaves, self.leaves))
             paths = [leaf.path for leaf in self.leaves]
             self._agree(lambda: _fingerprint.of_values(zip(paths, values, strict=True)))
             arrays = [
                 _move.moved(padded(value, leaf.padded_shape), sharding)
-                for value, leaf, sharding in zip(values, self.leaves, self.shardings, strict=True)
+                for value, leaf, sharding in zip(values, self.leaves, self._shardings, strict=True)
             ]
             placed = _carried.carry_plan(treedef.unflatten(arrays), self)
         _padding.remember_state(placed, self)
         _padding.warn_of_padding(placed, self)
         return placed
 
-    def brought_back(self, leaves: Sequence[PyTree]) -> dict[int, Array]:
+    def _brought_back(self, leaves: Sequence[PyTree]) -> dict[int, Array]:
         """Returns, by position, arrays that a user has put in place of a state's, moved to where
         the plan has them. Anywhere else, they would have `jax.jit` compile a step once more."""
         if len(leaves) != len(self.leaves):
             return {}
-        pairs = enumerate(zip(leaves, self.shardings, strict=True))
+        pairs = enumerate(zip(leaves, self._shardings, strict=True))
         odd = [at for at, (x, place) in pairs if getattr(x, "sharding", None) != place]
-        self.compare_new([leaves[at] for at in odd], [self.leaves[at] for at in odd])
+        self._compare_new([leaves[at] for at in odd], [self.leaves[at] for at in odd])
         found = {}
         for at, value, leaf in ((at, leaves[at], self.leaves[at]) for at in odd):
-            if not _move.is_elsewhere(value, self.shardings[at]):
+            if not _move.is_elsewhere(value, self._shardings[at]):
                 continue
             if value.dtype == leaf.dtype and value.shape in (leaf.shape, leaf.padded_shape):
                 value = padded(value, leaf.padded_shape)
-                found[at] = _move.moved(value, self.shardings[at])
+                found[at] = _move.moved(value, self._shardings[at])
         return found
 
-    def compare_new(
+    def _compare_new(
         self, leaves: Sequence[PyTree], planned: Sequence[LeafPlan] | None = None
     ) -> None:
         """Raises if processes have put other values into their states, such as learning rates."""
@@ -128,7 +128,7 @@ class Plan(Layout):
         """Raises if processes have different states, programs that make them, or plans."""
         _agreement.agree("placing a state", lambda: fingerprint(self) | state(), self.mesh)
 
-    def born_sharded(
+    def _born_sharded(
         self, make_state: Callable[[], PyTree], tell_treedef: Callable[[TreeDef], object] = id
     ) -> jax.stages.Wrapped:
         """Returns a jitted function that makes the state's leaves, sharded from the start.
@@ -139,13 +139,13 @@ class Plan(Layout):
 
         def make() -> list[Array]:
             state = stored_with(state_of(make_state), self.precision)
-            self.check_structure(state)
+            self._check_structure(state)
             leaves, treedef = jax.tree.flatten(_carried.carry_plan(state, self))
             tell_treedef(treedef)
             pairs = zip(leaves, self.leaves, strict=True)
             return [padded(value, leaf.padded_shape) for value, leaf in pairs]
 
-        return jax.jit(make, out_shardings=self.shardings)
+        return jax.jit(make, out_shardings=self._shardings)
 
     def constrain(
         self, state: PyTree, *, into: PyTree = None, resting: Container[int] = ()
@@ -157,7 +157,7 @@ class Plan(Layout):
         donated old state as `into` to gather stacks of layers into its memory, one layer at a time.
         Leaves whose positions are in `resting` are already where they are stored.
         """
-        self.check_structure(state)
+        self._check_structure(state)
         values, treedef = jax.tree.flatten(state)
         old = [None] * len(values) if into is None else jax.tree.leaves(into)
         old = [  # parameters that a user replaced may lack the padding
@@ -169,7 +169,7 @@ class Plan(Layout):
             rested = _device.rested(
                 values, self.leaves, self.mesh, self.batch_axes, into=old, resting=resting
             )
-        return treedef.unflatten(map(typed, rested, self.shardings))
+        return treedef.unflatten(map(typed, rested, self._shardings))
 
     def unpad(self, state: PyTree) -> PyTree:
         """Returns a state of this plan without its padding, inside `jax.jit` or outside.
@@ -177,17 +177,17 @@ class Plan(Layout):
         Inside it stays sharded. Outside JAX has no arrays with such shards, and replicates them.
         """
         if _carried.carried_plan(state) is None:
-            self.check_structure(state)
-        return self.logical_part(state)
+            self._check_structure(state)
+        return self._logical_part(state)
 
-    def pad_params(self, params: PyTree) -> PyTree:
+    def _pad_params(self, params: PyTree) -> PyTree:
         """Pads parameters as they are stored, unless they are padded."""
         leaves, treedef = jax.tree.flatten(params)
         pairs = zip(leaves, self.params, strict=True)
         return treedef.unflatten(padded(v, leaf.padded_shape) for v, leaf in pairs)
 
     # Methods, for `_state`, which this package imports.
-    logical_part, padded_part = _padding.logical_part, _padding.padded_part
+    _logical_part, _padded_part = _padding.logical_part, _padding.padded_part
 
     def scatter(self, state: PyTree) -> PyTree:
         """Constrains a state, inside `jax.jit`, to where the optimizer updates it, unpadded.
@@ -203,10 +203,10 @@ class Plan(Layout):
         """Drops the padding of gradients, inside `jax.jit`."""
         leaves, treedef = jax.tree.flatten(computed_with(grads))
         with auto_axes():
-            grads = self.like_params(leaves, [leaf.shape for leaf in self.params])
+            grads = self._like_params(leaves, [leaf.shape for leaf in self.params])
         return treedef.unflatten(grads)
 
-    def like_params(
+    def _like_params(
         self, grads: Sequence[Array | None], shapes: Sequence[tuple[int, ...]]
     ) -> list[Array | None]:
         """Drops the padding of gradients that have more than these shapes, inside `jax.jit`.
@@ -220,13 +220,13 @@ class Plan(Layout):
             for grad, leaf, shape in zip(grads, self.params, shapes, strict=True)
         ]
 
-    def check_structure(self, state: PyTree) -> None:
+    def _check_structure(self, state: PyTree) -> None:
         """Raises if `state` is not the tree that this plan was made for."""
         have = {leaf.name: leaf.value for leaf in _state.leaves_of(state)}
         again = getattr(type(state), "plan_again", None)
         _check_same(have, {leaf.path: leaf for leaf in self.leaves}, again)
 
-    def check_params(self, params: PyTree) -> None:
+    def _check_params(self, params: PyTree) -> None:
         """Raises if `params` are not the parameters that this plan was made for."""
         _refusals.check_functional(params)
         have = {leaf.name: leaf.value for leaf in _state.leaves_of({_state.PARAMS: params})}

@@ -1,7 +1,7 @@
 """Makes a plan from shapes, and places states by it.
 
 A plan says for each leaf how it is sharded, or why it is not. `zerojax.plan` decides that, and
-`shard_train_state`, `unpad` and `full_params` move states.
+`shard_train_state`, `unpad` and `gather_params` move states.
 """
 
 import functools
@@ -302,7 +302,7 @@ def unpad(state: PyTree, plan: Plan | None = None) -> PyTree:
     """Returns a placed state without its padding, to apply a model to its parameters yourself.
 
     Parameters that the devices do not divide end with zeros along one dimension. Steps,
-    checkpoints and `full_params` drop these zeros; if you call the model yourself, drop them with
+    checkpoints and `gather_params` drop these zeros; if you call the model yourself, drop them with
     this function. Inside `jax.jit` the parameters stay sharded. Outside JAX has no arrays with such
     shards, so every device gets the whole of each padded leaf. Other leaves do not change.
 
@@ -340,7 +340,7 @@ def _agree_on_leaves(call: str, leaves: Sequence[Leaf]) -> None:
 
 
 @checked
-def full_params(state: PyTree, plan: Plan | None = None) -> PyTree:
+def gather_params(state: PyTree, plan: Plan | None = None) -> PyTree:
     """Returns the parameters as numpy arrays on the host, moved there one leaf at a time.
 
     Takes a state, or any tree of arrays; it refuses a pair that may be either. In several processes
@@ -351,7 +351,7 @@ def full_params(state: PyTree, plan: Plan | None = None) -> PyTree:
     Example:
         >>> params = {"w": jnp.ones((64, 16))}
         >>> state = zerojax.shard_train_state((params, ()), stage=3)
-        >>> print(type(zerojax.full_params(state)["w"]).__name__)
+        >>> print(type(zerojax.gather_params(state)["w"]).__name__)
         ndarray
     """
     _refusals.check_alive(state)
@@ -363,7 +363,7 @@ def full_params(state: PyTree, plan: Plan | None = None) -> PyTree:
         shapes = _padding.resting_shapes(params) | _padding.padded_shapes(params)
     else:
         shapes = _padding.padded_param_shapes(params, state, plan)
-    _agree_on_leaves("zerojax.full_params", leaves := _state.leaves_with_paths(params))
+    _agree_on_leaves("zerojax.gather_params", leaves := _state.leaves_with_paths(params))
 
     def full(leaf: Leaf) -> PyTree:
         if is_key(leaf.value):

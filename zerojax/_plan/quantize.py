@@ -1,4 +1,4 @@
-"""zerojax.quantized: puts the frozen weights of a state into codes, and takes them out again."""
+"""zerojax.quantize: puts the frozen weights of a state into codes, and takes them out again."""
 
 import functools
 
@@ -26,7 +26,7 @@ from zerojax._types import PyTree
 
 
 @checked
-def quantized(
+def quantize(
     state: PyTree, codes: str = "nf4", *, where: str | None = None, block: int = 64
 ) -> PyTree:
     """Quantizes frozen weights of a state to 4 or 8 bits, before the state is placed.
@@ -50,17 +50,17 @@ def quantized(
 
     Returns:
         The state, with a node of one leaf of bytes in place of each such weight.
-        `zerojax.manual.dequantized` returns the weights.
+        `zerojax.manual.dequantize` returns the weights.
 
     Example:
         >>> params = {"w": jnp.ones((256, 64)), "a": jnp.ones((256, 4)), "b": jnp.zeros((4, 64))}
         >>> tx = optax.selective_transform(
         ...     optax.adam(1e-3), freeze_mask={"w": True, "a": False, "b": False})
         >>> state = TrainState.create(apply_fn=None, params=params, tx=tx)
-        >>> state = zerojax.shard_train_state(zerojax.quantized(state), stage=3)
+        >>> state = zerojax.shard_train_state(zerojax.quantize(state), stage=3)
         >>> print(state.params["w"].rows.addressable_shards[0].data.nbytes, "of", 256 * 64 * 4)
         1088 of 65536
-        >>> print(zerojax.manual.dequantized(state.params)["w"].shape)
+        >>> print(zerojax.manual.dequantize(state.params)["w"].shape)
         (256, 64)
     """
     _refusals.check_alive(state)
@@ -71,8 +71,8 @@ def quantized(
         raise ValueError(f"block={block!r} must be an integer, {LEAST_RUN} or more.")
     if _carried.carried_plan(state) is not None:
         raise ValueError(
-            "zerojax.quantized takes a state before it is placed. Call it first: "
-            "zerojax.shard_train_state(zerojax.quantized(state), stage=3)."
+            "zerojax.quantize takes a state before it is placed. Call it first: "
+            "zerojax.shard_train_state(zerojax.quantize(state), stage=3)."
         )
     params = _state.params_in(state)
     codings = _codings(state, params, functools.partial(coding_for, codes, block), where)
@@ -118,13 +118,13 @@ def _codings(state: PyTree, params: PyTree, coding_of, where: str | None) -> dic
     if odd and not found:
         struct = _state.shape_dtype(odd[0].value)
         raise ValueError(
-            f"zerojax.quantized quantizes nothing: no block of {LEAST_RUN} or more, up to "
+            f"zerojax.quantize quantizes nothing: no block of {LEAST_RUN} or more, up to "
             f"block=, divides the rows of {odd[0].name}, {struct.dtype}{list(struct.shape)}. Give "
             "the weight longer rows: (64, 64) for (64, 4, 16)."
         )
     if not found:
         raise ValueError(
-            "zerojax.quantized found no frozen matrix in the state. Pass where=, a pattern of "
+            "zerojax.quantize found no frozen matrix in the state. Pass where=, a pattern of "
             "their paths, or an optimizer that reads no gradient of some: "
             "optax.selective_transform(tx, freeze_mask=...), with clips inside of tx."
         )
@@ -159,7 +159,7 @@ def _with_params(state: PyTree, params: PyTree) -> PyTree:
     return _state.replace(state, params=params, opt_state=opt_state)
 
 
-def dequantized(tree: PyTree) -> PyTree:
+def dequantize(tree: PyTree) -> PyTree:
     """Returns a tree with quantized weights decoded, for a model that you call yourself.
 
     Inside `jax.jit` XLA decodes them where they are used; a stack of layers is decoded a layer at a
@@ -167,8 +167,8 @@ def dequantized(tree: PyTree) -> PyTree:
     as each device has them: sharded, if the quantized weights are.
 
     Example:
-        >>> params = zerojax.quantized({"w": jnp.ones((4, 64))}, "int8")
-        >>> print(jax.tree.leaves(params)[0].dtype, zerojax.manual.dequantized(params)["w"].dtype)
+        >>> params = zerojax.quantize({"w": jnp.ones((4, 64))}, "int8")
+        >>> print(jax.tree.leaves(params)[0].dtype, zerojax.manual.dequantize(params)["w"].dtype)
         uint8 float32
     """
     return weights_of(tree)

@@ -30,7 +30,7 @@ from zerojax._wire import codecs as _codecs
 
 
 @checked
-def resharded(
+def reshard(
     state: PyTree,
     over: str | Sequence[str] = (),
     *,
@@ -52,13 +52,13 @@ def resharded(
         overrides: `{path regex: PartitionSpec}` for parameters that go elsewhere: for tensor
             parallelism over the same devices, say. Paths are such as `dense/kernel`.
         dtype: cast floats to this dtype, on the shards, before they travel. Codes stay as they are,
-            and `zerojax.manual.dequantized` makes weights of this dtype of them.
+            and `zerojax.manual.dequantize` makes weights of this dtype of them.
         plan: the plan, for parameters without their state, and for states that do not carry an
             optimizer (tuples, dicts), if some of these are padded.
 
     Example:
         >>> state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)
-        >>> params = zerojax.resharded(state, dtype="bfloat16")
+        >>> params = zerojax.reshard(state, dtype="bfloat16")
         >>> print(params["w"].dtype, params["w"].addressable_shards[0].data.shape)
         bfloat16 (64, 16)
     """
@@ -70,7 +70,7 @@ def resharded(
     leaves, shapes = _state.leaves_with_paths(params), padded_param_shapes(params, state, plan)
     if not leaves:
         raise _state.no_parameters(state)
-    check_placed({leaf.name: leaf.value for leaf in leaves}, "zerojax.resharded")
+    check_placed({leaf.name: leaf.value for leaf in leaves}, "zerojax.reshard")
     patterns = {} if overrides is None else overrides
     _state.check_patterns(patterns, [leaf.name for leaf in leaves], "overrides=")
     moves = []
@@ -85,7 +85,7 @@ def resharded(
         moves.append((leaf.value.sharding, spec, shape, new))
     shown = [f"{leaf.name} {move[3]} {move[1]}" for leaf, move in zip(leaves, moves, strict=True)]
     said = {"the places": "\n".join(shown)}
-    _agreement.agree("zerojax.resharded", lambda: said, leaves[0].value.sharding.mesh)
+    _agreement.agree("zerojax.reshard", lambda: said, leaves[0].value.sharding.mesh)
     new = _mover(tuple(moves))([leaf.value for leaf in leaves])
     new = jax.tree.structure(params).unflatten(new)
     return new if dtype is None else decoded_in(new, dtype)

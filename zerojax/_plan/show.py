@@ -127,7 +127,7 @@ def leaf_text(plan: Layout, path: str) -> str:
     text = f"{path}: {leaf.dtype}{shape_text(leaf)}, {part} of {full} on each device"
     if leaf.reason:
         text += f", {'replicated: ' if leaf.dim is None else ''}{leaf.reason}"
-    if plan.is_grouped and leaf.dim is not None:
+    if plan._is_grouped and leaf.dim is not None:
         rest, near, update = (" x ".join(p.axes) for p in (leaf.rest, leaf.near, leaf.update))
         text += f", sharded over {rest}" if rest else ", replicated"
         text += f", kept over {near} in a step" if near != rest else ""
@@ -168,7 +168,7 @@ def plan_title(plan: Layout) -> str:
     over = " x ".join(f"{axis}={plan.mesh.shape[axis]}" for axis in plan.batch_axes)
     device = plan.mesh.devices.flat[0].device_kind
     sharded = ", ".join(kind for kind in reversed(KINDS) if getattr(plan.groups, kind))
-    what = groups_text(plan.groups) if plan.is_grouped else f"sharded: {sharded or 'nothing'}"
+    what = groups_text(plan.groups) if plan._is_grouped else f"sharded: {sharded or 'nothing'}"
     return f"ZeRO stage {plan.stage} over {over} ({device}); {what}"
 
 
@@ -253,12 +253,12 @@ def _renumbered(row: Row, number: re.Match[str], text: str) -> Row:
 
 def _kept_as(plan: Layout) -> list[str]:
     """Says of each leaf what it is, where it has codes, and why a leaf beside them is wide."""
-    state = plan.treedef.unflatten(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in plan.leaves)
+    state = plan._treedef.unflatten(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in plan.leaves)
     codings = codings_of(state)
     kind = next((coding.kind for coding in codings if coding), None)
     triples = zip(plan.leaves, roles_of(state), codings, strict=True)
     return [
-        _kept_of_param(leaf, kind, plan.update is None)
+        _kept_of_param(leaf, kind, plan._update is None)
         if kind and not coding and leaf.kind == PARAMS
         else _kept_of_state(leaf, role)
         for leaf, role, coding in triples
@@ -266,7 +266,7 @@ def _kept_as(plan: Layout) -> list[str]:
 
 
 def _kept_of_param(leaf: LeafPlan, kind: str, may_be_frozen: bool) -> str:
-    """Says why `zerojax.quantized` puts a frozen matrix into no codes of this kind."""
+    """Says why `zerojax.quantize` puts a frozen matrix into no codes of this kind."""
     is_matrix = is_float(leaf) and len(leaf.shape) - leaf.stacked >= 2
     if not is_matrix or not (leaf.frozen or may_be_frozen):
         return ""
@@ -294,9 +294,9 @@ def _memory(plan: Layout, leaf: LeafPlan) -> str:
         return f"device: {leaf.stays}" if leaf.stays else ""
     if leaf.frozen:
         return "host, not updated"
-    if plan.update is None:
+    if plan._update is None:
         return "host, updated as tx= allows: this plan has no tx="
-    part = plan.host_parts.get(leaf.path)
+    part = plan._host_parts.get(leaf.path)
     if part is not None and part.length:
         return "host, updated layer by layer"
     return f"host, updated at once{f': {part.why}' if part is not None and part.why else ''}"
@@ -326,9 +326,9 @@ def _totals(plan: Layout) -> list[tuple[str, int, int]]:
         return [(TITLES[kind] + where, full[kind], held[kind]) for kind in held if full[kind]]
 
     here = sums(plan.bytes_per_device(), on_host=False)
-    in_all = "in all on the devices" if plan.offloads else "in all"
+    in_all = "in all on the devices" if plan._offloads else "in all"
     here.append((in_all, sum(full for _, full, _ in here), sum(part for *_, part in here)))
-    if kept := plan.kept_bytes():
+    if kept := plan._kept_bytes():
         params = sum(leaf.nbytes for leaf in plan.params if not leaf.is_on_host)
         here.append(("parameters that a step keeps", params, kept))
     return here + sums(plan.host_bytes_per_device(), True, " in host memory")

@@ -49,7 +49,7 @@ class PlannedTransformation(optax.GradientTransformationExtraArgs):
     ) -> "PlannedTransformation":
         original = getattr(tx, "original", tx)
         init, update = original.init, original.update
-        if plan.pads or plan.offloads:
+        if plan._pads or plan._offloads:
             init = functools.partial(_init, original, plan)
             update = functools.partial(_update, original, plan)
         self = super().__new__(cls, init, update)
@@ -80,9 +80,9 @@ jax.tree_util.register_static(PlannedTransformation)
 
 def _init(tx: optax.GradientTransformation, plan: CarriedPlan, params: PyTree) -> PyTree:
     """Returns `tx.init` of the logical parameters, padded if `params` are."""
-    logical = plan.logical_part(params, PARAMS)
+    logical = plan._logical_part(params, PARAMS)
     opt_state = tx.init(logical)
-    return opt_state if logical is params else plan.padded_part(opt_state, OPT_STATE)
+    return opt_state if logical is params else plan._padded_part(opt_state, OPT_STATE)
 
 
 def _update(
@@ -106,16 +106,16 @@ def _update(
     updates, resting, params, extra = computed_with((updates, state, params, extra))
     with auto_axes():
         state = jax.tree.map(_compat.fetched, resting)
-        logical = functools.partial(plan.logical_part, kind=PARAMS)
+        logical = functools.partial(plan._logical_part, kind=PARAMS)
         more = {name: logical(value) for name, value in extra.items()}
-        inner = plan.logical_part(state, OPT_STATE)
+        inner = plan._logical_part(state, OPT_STATE)
         new_updates, new_state = tx.update(logical(updates), inner, logical(params), **more)
         new_state = jax.tree.map(
             lambda new, old: _compat.stored(new) if _compat.is_on_host(old) else new,
-            plan.padded_part(new_state, OPT_STATE, state),
+            plan._padded_part(new_state, OPT_STATE, state),
             resting,
         )
-        new_updates = plan.padded_part(new_updates, PARAMS, updates if params is None else params)
+        new_updates = plan._padded_part(new_updates, PARAMS, updates if params is None else params)
     return typed_as(new_updates, like), typed_as(new_state, given)
 
 
@@ -132,10 +132,10 @@ class PlannedApply:
 
     def _logical(self, variables: PyTree) -> PyTree:
         """Drops the padding of parameters: all of `variables`, or one collection in them."""
-        variables = self.plan.logical_part(variables, PARAMS)
+        variables = self.plan._logical_part(variables, PARAMS)
         if not isinstance(variables, Mapping) or PARAMS not in variables:
             return variables
-        params = self.plan.logical_part(variables[PARAMS], PARAMS)
+        params = self.plan._logical_part(variables[PARAMS], PARAMS)
         return variables if params is variables[PARAMS] else {**variables, PARAMS: params}
 
 
@@ -149,7 +149,7 @@ def carry_plan(state: PyTree, plan: CarriedPlan) -> PyTree:
     # A function that `jax.jit` compares, like the optimizer.
     apply_fn = getattr(type(state), "__dataclass_fields__", {}).get("apply_fn")
     is_static = apply_fn is not None and not apply_fn.metadata.get("pytree_node", True)
-    if plan.pads_params and is_static and callable(state.apply_fn):
+    if plan._pads_params and is_static and callable(state.apply_fn):
         functions["apply_fn"] = PlannedApply(state.apply_fn, plan)
     return state.replace(**functions)
 

@@ -26,7 +26,7 @@ class ModuleState:
 
     Example:
         >>> model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((64, 16)))
-        >>> state = zerojax.manual.ModuleState.create(model, optax.adam(1e-3))
+        >>> state = zerojax.ModuleState.create(model, optax.adam(1e-3))
         >>> state = zerojax.shard_train_state(state, stage=3)
         >>> step = zerojax.train_step(lambda model, x: jnp.mean(model(x) ** 2))
         >>> state, metrics = step(state, np.ones((8, 64), np.float32))
@@ -87,7 +87,7 @@ class ModuleState:
 
 
 def _joined(plan: _carried.CarriedPlan, static: PyTree, arrays: PyTree, params: PyTree) -> PyTree:
-    params = params if plan is None else plan.logical_part(params, PARAMS)
+    params = params if plan is None else plan._logical_part(params, PARAMS)
 
     def first(*leaves: PyTree) -> PyTree:
         return next((leaf for leaf in leaves if leaf is not None), None)

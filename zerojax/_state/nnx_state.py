@@ -50,7 +50,7 @@ class State(TrainState):
     plan_again = (
         "Place both again: zerojax.nnx.shard(model, optimizer, stage=...). If parameters are new, "
         "gone or of another shape, first make optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param). "
-        "If you decoded weights in it, first call zerojax.nnx.quantized(model, optimizer) again."
+        "If you decoded weights in it, first call zerojax.nnx.quantize(model, optimizer) again."
     )
     no_parameters = (
         "the optimizer updates nothing in this model: its wrt= selects no variable. Make the "
@@ -214,7 +214,7 @@ def with_variables(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
 def update(model: nnx.Module, optimizer: nnx.Optimizer, state: State) -> None:
     """Puts a state's arrays into a model and its optimizer."""
     plan = _carried.carried_plan(state)
-    if plan is not None and plan.pads_params:
+    if plan is not None and plan._pads_params:
         _show_logical(model, plan)
     nnx.update(model, state.params, state.variables["values"])
     optimizer.step.set_value(state.step)

@@ -104,7 +104,7 @@ class Coding:
 class Packed:
     """A weight that rests as codes: the `rows` of bytes, and how they are written.
 
-    Made by `zerojax.quantized`. A loss sees the weight itself; `zerojax.manual.dequantized` returns
+    Made by `zerojax.quantize`. A loss sees the weight itself; `zerojax.manual.dequantize` returns
     it elsewhere.
     """
 
@@ -134,8 +134,8 @@ class Packed:
         raise TypeError(
             f"a weight {self.dtype}{list(self.shape)} is stored in {self.coding.kind}, and only "
             "the loss of a step sees the weight itself. To call the model yourself, pass it "
-            "zerojax.manual.dequantized(params); for Flax nnx, make a second model: "
-            "zerojax.nnx.merge(s, zerojax.manual.dequantized(s.params)), s being "
+            "zerojax.manual.dequantize(params); for Flax nnx, make a second model: "
+            "zerojax.nnx.merge(s, zerojax.manual.dequantize(s.params)), s being "
             "zerojax.nnx.state(model, optimizer)."
         )
 

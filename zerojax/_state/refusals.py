@@ -85,7 +85,7 @@ def check_stored(tree: PyTree, name: str = "the state") -> None:
             remedy = (
                 "Of an Equinox model, pass equinox.filter(model, equinox.is_array), here and as "
                 "like=, and put the arrays back with equinox.combine(arrays, model). To train it, "
-                "make a state: zerojax.manual.ModuleState.create(model, tx)."
+                "make a state: zerojax.ModuleState.create(model, tx)."
             )
         elif callable(leaf.value):
             remedy = (

@@ -54,7 +54,7 @@ class CompiledStep:
         """Runs the step on `(state, batch[, rng])`."""
         with _arguments.explained((state, *args), {}, self.plan):
             leaves = jax.tree.leaves(state)
-            self.plan.compare_new(leaves)
+            self.plan._compare_new(leaves)
             if self.known is not None:
                 self.known.again()
             if self.executable.donate_argnums:
@@ -106,9 +106,9 @@ def at_rest(results: PyTree, plan: Plan | None) -> PyTree:
         return jax.make_array_from_single_device_arrays(leaf.shape, place, parts)
 
     state, *metrics = results
-    if plan.offloads and len({*(plan.given_mesh or plan.mesh).axis_types}) > 1:
+    if plan._offloads and len({*(plan._given_mesh or plan.mesh).axis_types}) > 1:
         leaves, treedef = jax.tree.flatten(state)
-        state = treedef.unflatten(map(named, leaves, plan.shardings))
+        state = treedef.unflatten(map(named, leaves, plan._shardings))
     _padding.remember_state(state, plan)
     return state, *metrics
 

@@ -123,8 +123,8 @@ def loss_and_grads(
     backward: InBackward | None = None,
 ) -> "Graded":
     """Runs the loss. Gradients are padded where the parameters are."""
-    plan.check_params(params)
-    values, treedef = jax.tree.flatten(plan.pad_params(params))
+    plan._check_params(params)
+    values, treedef = jax.tree.flatten(plan._pad_params(params))
     shapes = [np.shape(value) for value in jax.tree.leaves(params)]
     arg_values = jax.tree.leaves(tuple(args))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
@@ -136,7 +136,7 @@ def loss_and_grads(
         for update in updates
     ]
     sharded: Callable[..., tuple[Any, ...]] = program.on_all_devices()
-    like = functools.partial(plan.like_params, shapes=shapes)
+    like = functools.partial(plan._like_params, shapes=shapes)
     if program.guess is not None and backward is not None:
         sharded = Passes(sharded, backward, updates)
 
@@ -189,7 +189,7 @@ def _program(
     arg_values, arg_tree = jax.tree.flatten(tuple(args))
     # Parameters have their full shapes here: the engine, which runs the jaxpr, gathers the shards,
     # and the loss never sees one.
-    full = jax.tree.structure(params).unflatten(map(plan.seen_by_loss, plan.params))
+    full = jax.tree.structure(params).unflatten(map(plan._seen_by_loss, plan.params))
     precision = precision_of(plan, options.precision)
 
     def trace(ways: int) -> TracedLoss:
@@ -199,7 +199,7 @@ def _program(
         inputs = [full, *arg_tree.unflatten(parts)]
         shapes = seen_in(inputs, precision.compute, precision.param)
         has_aux, mutable = options.has_aux, options.mutable
-        over, names = (plan.mesh, plan.batch_axes), (mutable, plan.absent, plan.explicit_mesh)
+        over, names = (plan.mesh, plan.batch_axes), (mutable, plan._absent, plan._explicit_mesh)
         with explained_dtypes(precision.compute or precision.param), _noted_errors(plan):
             return trace_loss(loss_fn, shapes, has_aux, *over, *names)
 
@@ -211,7 +211,7 @@ def _program(
         _warn_of_whole(traced, roles, plan, trace)
     _, rows = _batch.counted(args, roles)
     per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
-    plan = plan.regathering(options.schedule.regather)
+    plan = plan._regathering(options.schedule.regather)
     microbatches = _batch.Microbatches(roles, options.accumulate)
     codecs = [codecs_of(leaf, precision, plan) for leaf in plan.params]
     loss = rewritten(loss_of(traced.jaxpr, plan.params), plan, options, microbatches, codecs)
@@ -287,7 +287,7 @@ def _noted_errors(plan: Plan) -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError) as error:
-        mesh = (plan.given_mesh or plan.mesh).abstract_mesh
+        mesh = (plan._given_mesh or plan.mesh).abstract_mesh
         named = re.search(rf"{NOT_EXPLICIT}.*axis name: (\S+) of type", str(error), re.S)
         if named is not None and named[1] in mesh.auto_axes:
             error.add_note(

@@ -34,7 +34,7 @@ from zerojax._step.step_options import Notes, Recipe
 from zerojax._types import PyTree, kinds_of
 
 OWN_ROWS = (
-    " If each has rows of its own, make one batch of them: zerojax.shard_batch(rows, plan=state)."
+    " If each has rows of its own, make one batch of them: zerojax.shard_batch(rows, like=state)."
 )
 Jitted: TypeAlias = Any  # the result of `jax.jit`; JAX declares only half of its methods
 
@@ -61,7 +61,9 @@ def _spelled_as_planned(args: Sequence[PyTree], plan: Plan, specs: PyTree) -> li
         return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=place)
 
     leaves, treedef = jax.tree.flatten(args[0])
-    state = treedef.unflatten([spelled(*each) for each in zip(leaves, plan.shardings, strict=True)])
+    state = treedef.unflatten(
+        [spelled(*each) for each in zip(leaves, plan._shardings, strict=True)]
+    )
     leaves, treedef = jax.tree.flatten(tuple(args[1:]))
     roles = _batch.roles(args[1:], specs, plan.batch_axes)
     return [state, *treedef.unflatten(map(batch, leaves, roles))]
@@ -71,7 +73,7 @@ def _spelled_as_planned(args: Sequence[PyTree], plan: Plan, specs: PyTree) -> li
 # A step is compiled with XLA options that depend on its loops, on the bytes of a layer and on the
 # GPUs. None of these is known when a loss becomes a step: the plan comes with the state. So the
 # step calls `jax.jit` when it first sees a state, once for each plan, after a trace has shown what
-# its loops gather. `without_options` is the same function jitted without options: for CPUs, and
+# its loops gather. `_without_options` is the same function jitted without options: for CPUs, and
 # inside another `jax.jit`, where JAX allows none.
 class Step:
     """A jitted step, used like a function that `jax.jit` returns."""
@@ -83,14 +85,14 @@ class Step:
         # Of each plan that JAX has traced the step for: a trace returns arrays only.
         self.notes = notes
         # Looking for infinities, JAX runs it a second time on the same state (`_loss/nans.py`).
-        self.donates = recipe.options.donate and not jax.config.jax_debug_infs
-        donated = (0,) if self.donates else ()
-        self.function = function
-        self.make_jit = functools.partial(jax.jit, function, donate_argnums=donated)
-        self.without_options: Jitted = self.make_jit()
-        self.by_plan: dict[Plan | None, tuple[Jitted, _xla_options.XlaOptions]] = {}
-        self.checked: set[Plan] = set()
-        self.agreed: dict[tuple[Plan, str], _agreement.Known | None] = {}
+        self._donates = recipe.options.donate and not jax.config.jax_debug_infs
+        donated = (0,) if self._donates else ()
+        self._function = function
+        self._make_jit = functools.partial(jax.jit, function, donate_argnums=donated)
+        self._without_options: Jitted = self._make_jit()
+        self._by_plan: dict[Plan | None, tuple[Jitted, _xla_options.XlaOptions]] = {}
+        self._checked: set[Plan] = set()
+        self._agreed: dict[tuple[Plan, str], _agreement.Known | None] = {}
 
     def __repr__(self) -> str:
         """Says what has become of layers in Python loops, by each plan that the step has seen."""
@@ -101,14 +103,14 @@ class Step:
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         """Runs the step on `(state, batch[, rng])`."""
         with _arguments.explained(args, named, self.recipe.plan):
-            jitted = self.for_args(*args, **named)
+            jitted = self._for_args(*args, **named)
             plan, others = self._plan_for(args, named), args[1:]
             state = args[0] if args else named.get("state")
             leaves = jax.tree.leaves(state)
-            if self.donates:
+            if self._donates:
                 _refusals.check_distinct(leaves, state)
             if plan is not None:
-                self.agree(jitted, plan, leaves, args, named)
+                self._agree(jitted, plan, leaves, args, named)
                 # A copy, because the user may change the batch while the step runs.
                 own = functools.partial(_move.own, devices=plan.mesh.devices.flat)
                 others = own(others)
@@ -143,78 +145,82 @@ class Step:
         """Returns the lowered step, its plan, and what its program depends on, once all processes
         have compared that."""
         plan = _arguments.find_plan(args[0] if args else None, self.recipe.plan)
-        lowered = self.for_args(*args).lower(
+        lowered = self._for_args(*args).lower(
             *_spelled_as_planned(args, plan, self.recipe.options.batch_specs)
         )
         # A jaxpr would not say what JAX makes of it: how it draws random numbers, which blocks a
         # kernel reads.
-        facts = self.facts(plan, _fingerprint.of_shapes(args[1:]), lowered.as_text())
+        facts = self._facts(plan, _fingerprint.of_shapes(args[1:]), lowered.as_text())
         known = _agreement.agree("a compiled step", lambda: facts, plan.mesh)
         return lowered, plan, short(_agreement.versions() | facts), known
 
     def lower(self, *args: PyTree, **named: PyTree) -> jax.stages.Lowered:
         with _arguments.explained(args, named, self.recipe.plan):
-            return self.for_args(*args, **named).lower(*args, **named)
+            return self._for_args(*args, **named).lower(*args, **named)
 
     def trace(self, *args: PyTree, **named: PyTree) -> jax.stages.Traced:
         with _arguments.explained(args, named, self.recipe.plan):
-            return self.for_args(*args, **named).trace(*args, **named)
+            return self._for_args(*args, **named).trace(*args, **named)
 
     def eval_shape(self, *args: PyTree, **named: PyTree) -> PyTree:
-        return self.without_options.eval_shape(*args, **named)
+        return self._without_options.eval_shape(*args, **named)
 
     def clear_cache(self) -> None:
-        for jitted in (self.without_options, *(jitted for jitted, _ in self.by_plan.values())):
+        for jitted in (self._without_options, *(jitted for jitted, _ in self._by_plan.values())):
             jitted.clear_cache()
 
     def _cache_size(self) -> int:
-        return sum(jitted._cache_size() for jitted, _ in self.by_plan.values())
+        return sum(jitted._cache_size() for jitted, _ in self._by_plan.values())
 
-    def for_args(self, *args: PyTree, **named: PyTree) -> Jitted:
+    def _for_args(self, *args: PyTree, **named: PyTree) -> Jitted:
         """Returns the jitted function for the plan that the state was placed by."""
         plan = self._plan_for(args, named)
 
         def trace() -> ClosedJaxpr:
-            return self.without_options.trace(*args, **named).jaxpr
+            return self._without_options.trace(*args, **named).jaxpr
 
         # Where the batch is a tracer, the check cannot tell, and the next call repeats it.
-        if plan is not None and plan not in self.checked and check_used(plan, (args, named), trace):
-            self.checked.add(plan)
-        if plan not in self.by_plan:
-            options = self.chosen_options(plan, trace)
+        if (
+            plan is not None
+            and plan not in self._checked
+            and check_used(plan, (args, named), trace)
+        ):
+            self._checked.add(plan)
+        if plan not in self._by_plan:
+            options = self._chosen_options(plan, trace)
             options |= dict(self.recipe.options.schedule.compiler_options or {})
-            jitted = self.make_jit(compiler_options=options) if options else self.without_options
+            jitted = self._make_jit(compiler_options=options) if options else self._without_options
             if plan is not None and (kept := self._kept_for(plan, trace)):
-                jitted = PartlyDonated(self.function, kept, options or None)
-            self.by_plan[plan] = jitted, options
-        jitted, _ = self.by_plan[plan]
+                jitted = PartlyDonated(self._function, kept, options or None)
+            self._by_plan[plan] = jitted, options
+        jitted, _ = self._by_plan[plan]
         # Looking for tracers takes time at each step; on CPUs both functions are one.
-        if jitted is self.without_options:
+        if jitted is self._without_options:
             return jitted
-        return self.without_options if _has_tracers((args, named)) else jitted
+        return self._without_options if _has_tracers((args, named)) else jitted
 
     def _kept_for(self, plan: Plan, trace: Callable[[], ClosedJaxpr]) -> frozenset[int]:
         """Returns which leaves of a state the step must not donate."""
         how = self.recipe.options
         if not (
-            self.donates
+            self._donates
             and how.differentiates
             and how.schedule.update == "backward"
-            and plan.offloads
+            and plan._offloads
         ):
             return frozenset()
         trace()
         return self.notes.get(plan, Notes()).kept
 
-    def options_for(self, *args: PyTree, **named: PyTree) -> _xla_options.XlaOptions:
+    def _options_for(self, *args: PyTree, **named: PyTree) -> _xla_options.XlaOptions:
         """Returns the XLA options that the step is compiled with for these arguments."""
-        self.for_args(*args, **named)
-        return self.by_plan[self._plan_for(args, named)][1]
+        self._for_args(*args, **named)
+        return self._by_plan[self._plan_for(args, named)][1]
 
     def _plan_for(self, args: Sequence[PyTree], named: dict[str, PyTree]) -> Plan | None:
         return plan_of(args[0] if args else named.get("state"), self.recipe.plan)
 
-    def chosen_options(
+    def _chosen_options(
         self, plan: Plan | None, trace: Callable[[], ClosedJaxpr]
     ) -> _xla_options.XlaOptions:
         if plan is None or (device := plan.mesh.devices.flat[0]).platform == "cpu":
@@ -235,21 +241,21 @@ class Step:
             options.pop(_xla_options.DOUBLE_BUFFER, None)
         return options
 
-    def facts(self, plan: Plan, shapes: str, program: str) -> Facts:
+    def _facts(self, plan: Plan, shapes: str, program: str) -> Facts:
         """Returns by name what a program depends on, for batches of these shapes."""
-        options = vars(self.recipe.options) | self.make_jit.keywords
+        options = vars(self.recipe.options) | self._make_jit.keywords
         # Their texts have addresses; what they do is in the plan's facts and in the program.
         options = {name: value for name, value in options.items() if name not in ("plan", "tx")}
         return {
             **{name: str(value) for name, value in options.items()},
             **fingerprint(plan),
             "the kind of devices": plan.mesh.devices.flat[0].device_kind,
-            "the XLA options": f"{self.by_plan[plan][1]} {os.environ.get('XLA_FLAGS', '')}",
+            "the XLA options": f"{self._by_plan[plan][1]} {os.environ.get('XLA_FLAGS', '')}",
             "the shapes of the batch": shapes,
             PROGRAM: program,
         }
 
-    def agree(
+    def _agree(
         self,
         jitted: Jitted,
         plan: Plan,
@@ -268,10 +274,10 @@ class Step:
         kinds = {*map(type, state), *kinds_of(arguments)}
         if any(issubclass(kind, Tracer) for kind in kinds):
             return
-        plan.compare_new(state)
+        plan._compare_new(state)
         shapes = _fingerprint.of_shapes(arguments)
-        if (plan, shapes) in self.agreed:
-            if known := self.agreed[plan, shapes]:
+        if (plan, shapes) in self._agreed:
+            if known := self._agreed[plan, shapes]:
                 known.again()
             return
 
@@ -279,12 +285,12 @@ class Step:
             batch = jax.tree_util.tree_leaves_with_path(arguments)
             named_leaves = ((p[0].key + jax.tree_util.keystr(p[1:]), leaf) for p, leaf in batch)
             program = _fingerprint.of_program(jitted.trace(*args, **named).jaxpr)
-            return self.facts(plan, shapes, program) | _fingerprint.of_values(named_leaves)
+            return self._facts(plan, shapes, program) | _fingerprint.of_values(named_leaves)
 
         call = "the step" if self.recipe.options.differentiates else "eval_step"
         name = getattr(self.recipe.loss_fn, "__name__", "")
         name = f" ({name})" * name.isidentifier()
-        self.agreed[plan, shapes] = _agreement.agree(
+        self._agreed[plan, shapes] = _agreement.agree(
             call, items, plan.mesh, remedy=OWN_ROWS, name=name
         )
 

@@ -75,7 +75,7 @@ def _train(
     recipe: Recipe, plan: Plan, state: PyTree, args: tuple[PyTree, ...]
 ) -> tuple[PyTree, dict[str, PyTree], Notes]:
     """Returns the state after one step, the metrics, and what the trace knows beside them."""
-    plan.check_structure(state)
+    plan._check_structure(state)
     _refusals.check_one_tx(state, recipe.tx)
     scale = _finite.scale_of(state)
     # JAX differentiates the scaled loss; metrics and gradients are those of the loss itself.
@@ -87,7 +87,7 @@ def _train(
     wanted = not recipe.options.needs_all(guard is not None)
     wanted = wanted and _in_backward.is_wanted(plan, recipe.options.schedule.update)
     # Where the whole update runs at once, XLA sees the user's own functions.
-    update = _traced_update(recipe, plan, state, guard) if wanted or plan.offloads else None
+    update = _traced_update(recipe, plan, state, guard) if wanted or plan._offloads else None
     backward = None
     if wanted and update is not None:
         must = recipe.options.schedule.update == "backward"
@@ -99,11 +99,11 @@ def _train(
     aux, fields = split_fields(aux, logical, recipe.mutable)
     # A tree of parameters may have None in it, and gradients are None where backward has updated.
     of_grads = jax.tree.structure(_state.get_params(state))
-    grads = plan.like_params(of_grads.flatten_up_to(grads), [leaf.shape for leaf in plan.params])
+    grads = plan._like_params(of_grads.flatten_up_to(grads), [leaf.shape for leaf in plan.params])
     others = [grad for at, grad in enumerate(grads) if at not in graded.normed]
     metrics = {"loss": loss, "grad_norm": grad_norm(others, norms)}
     finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
-    if update is not None and (plan.offloads or done):
+    if update is not None and (plan._offloads or done):
         update = dataclasses.replace(update, known=graded.sums)
         values = [*grads, *jax.tree.leaves((state, fields, finite))]
         streamed = _host_state.Streamed(update, plan, values, done)
@@ -134,8 +134,8 @@ def _traced_update(recipe: Recipe, plan: Plan, state: PyTree, guard: Guard | Non
             dtype = grad_dtype_of(leaf, precision, accumulates=False)
             shapes[k] = jax.ShapeDtypeStruct(leaf.shape, dtype)
     function = update.function
-    if plan.update is not None and plan.update.identity == update.identity:
-        function = plan.update.function  # whose traces JAX has
+    if plan._update is not None and plan._update.identity == update.identity:
+        function = plan._update.function  # whose traces JAX has
     return dataclasses.replace(update, function=function, shapes=shapes)
 
 
@@ -166,7 +166,7 @@ def eval_step(loss_fn: Callable[..., PyTree], options: EvalOptions) -> Step:
     @_axis_types.auto_axes()
     def step(state: PyTree, batch: PyTree, rng: PyTree = None) -> dict[str, PyTree]:
         plan = find_plan(state, options.plan)
-        plan.check_structure(state)
+        plan._check_structure(state)
         state, args = _axis_types.computed_with((state, (batch,) if rng is None else (batch, rng)))
         called = with_fields(loss_fn, plan.unpad(state), options.mutable)
         graded = loss_and_grads(called, plan, options, _state.get_params(state), args)

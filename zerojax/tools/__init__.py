@@ -16,7 +16,7 @@ if typing.TYPE_CHECKING:
     from zerojax.tools._hlo.gpus import Rates as Rates, rates_of as rates_of
     from zerojax.tools._meter import Meter as Meter
     from zerojax.tools._replay.blame import ReplayError as ReplayError
-    from zerojax.tools._replay.replayed import replayed as replayed
+    from zerojax.tools._replay.replayed import replay as replay
     from zerojax.tools._verify.compare import Verification as Verification
     from zerojax.tools._verify.verify import verify as verify
 
@@ -30,7 +30,7 @@ _EXPORTS = {  # imported when they are first used
     "_hlo.gpus": ["Rates", "rates_of"],
     "_meter": ["Meter"],
     "_replay.blame": ["ReplayError"],
-    "_replay.replayed": ["replayed"],
+    "_replay.replayed": ["replay"],
     "_verify.compare": ["Verification"],
     "_verify.verify": ["verify"],
 }

@@ -202,5 +202,5 @@ def parser(runs: Mapping[str, Callable[..., object]]) -> argparse.ArgumentParser
         command.add_argument("--explain", action="version", version=text, help=about)
         command.add_argument("--json", action="store_true", help="print JSON")
         if "--gpus" in FLAGS[name]:
-            command.epilog = f"Needs no GPU, but a compiler for GPUs:\n\n{aot.install_command()}"
+            command.epilog = f"Needs no GPU, but a compiler for GPUs:\n\n{aot._install_command()}"
     return parser

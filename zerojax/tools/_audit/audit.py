@@ -74,7 +74,7 @@ def audit(
         # The plan by which the state was placed, as the step keeps to it.
         plan = _carried.carried_plan(state) or plan or (recipe.plan if recipe else None)
         placed = plan
-        plan = plan.regathering(recipe.options.schedule.regather) if plan and recipe else plan
+        plan = plan._regathering(recipe.options.schedule.regather) if plan and recipe else plan
         program, warnings = _compiled(step, state, batch, args)
         notes = getattr(step, "notes", {}).get(placed)
         layers = notes.layers if notes else ()

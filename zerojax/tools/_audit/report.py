@@ -207,7 +207,7 @@ class Report(Printed, Measurement):
     def _summary(self) -> list[str]:
         memory, replay, plan = self.memory, self.replay, self.plan
         stage = f"ZeRO stage {plan.stage}, " if plan else ""
-        stage += f"{groups_text(plan.groups)}, " if plan and plan.is_grouped else ""
+        stage += f"{groups_text(plan.groups)}, " if plan and plan._is_grouped else ""
         totals = {} if self.unread else self.totals
         kinds = "".join(f", {kind} {human_bytes(sent)}" for kind, sent in totals.items())
         between = f"; {human_bytes(self.network_bytes)} between hosts" * bool(self.network_bytes)
@@ -226,7 +226,7 @@ class Report(Printed, Measurement):
                 f"copied in a step: {', '.join(ways)}"
             )
             lines += _offload.told_of_pool(self.pinned)
-        elif self.backend == "cpu" and plan is not None and plan.offloads:
+        elif self.backend == "cpu" and plan is not None and plan._offloads:
             lines.append("host memory        is counted as the device's: CPUs have one memory")
         if self.step_seconds is not None:
             waits = f", waiting for the host {human_time(replay.waited)}" * bool(replay.transfers)

@@ -77,7 +77,7 @@ def compiled(
         return step
     args = (state, batch) if rng is None else (state, batch, rng)
     lowered = step.lower(*args)
-    file = folder / f"{_key(lowered, lines, step.options_for(*args), plan)}{SUFFIX}"
+    file = folder / f"{_key(lowered, lines, step._options_for(*args), plan)}{SUFFIX}"
     program = _read(file)
     if program is None:
         executable, warnings = _audit.compiled(lowered)

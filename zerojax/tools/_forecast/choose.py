@@ -369,7 +369,7 @@ class Search:
         if levels:  # a loss that names one axis raises on a mesh of two, before anything compiles
             plan, work = self.plan_of(WayToTrain(groups=HSDP)), self.work
             arguments = [aot.batch(one, plan) for one in (work.batch, work.rng) if one is not None]
-            work.step(losses[0], plan).without_options.trace(plan.abstract(), *arguments)
+            work.step(losses[0], plan)._without_options.trace(plan.abstract(), *arguments)
         rows = next(x.shape[0] for x in jax.tree.leaves(self.work.batch) if x.shape)
         powers = (2**k for k in range(MOST_MICROBATCHES.bit_length()))
         counts = [count for count in powers if count == 1 or rows % (count * self.devices) == 0]
@@ -434,8 +434,8 @@ class Search:
         compute = first.compute_seconds * (1 if way.is_exact else 1 + CODING)
         seconds = max(compute, wires, copied / self.rates.to_host(self.local))
         state, state_at_3 = (sum(one.bytes_per_device().values()) for one in (plan, at_stage_3))
-        gradients = plan.gradient_bytes() if way.keeps_gradients else 0
-        activations = first.peak - state_at_3 - at_stage_3.gradient_bytes() - gathered
+        gradients = plan._gradient_bytes() if way.keeps_gradients else 0
+        activations = first.peak - state_at_3 - at_stage_3._gradient_bytes() - gathered
         peak = state + gradients + gathered + activations / way.rounds
         peak += weights / self.local if way.regather == GPU_AXIS or way.groups == AMSP else 0
         return Tried(way, seconds, peak, wires)

@@ -344,8 +344,10 @@ class Workload:
         matrices = (leaf for leaf in leaves if len(leaf.shape) == 2)
         integers = (one.size for one in matrices if jnp.issubdtype(one.dtype, jnp.integer))
         flops = needed_flops(loss, plan, self.batch, self.rng, self.options.mutable) / plan.size
-        plan = plan.regathering(schedule.regather)
-        formula = sum(plan.bytes_per_device().values()) + plan.gradient_bytes() + plan.kept_bytes()
+        plan = plan._regathering(schedule.regather)
+        formula = (
+            sum(plan.bytes_per_device().values()) + plan._gradient_bytes() + plan._kept_bytes()
+        )
         memory, times = report.memory, ("compute", "exposed", "waited", "step")
         sizes = "parameters", "optimizer", "gradients", "peak"
         measured = "pinned", "matmuls", "wide_matmuls", "lacks", "unread"

@@ -84,8 +84,8 @@ def needed_flops(
         def forward(state: PyTree, *args: PyTree) -> PyTree:
             logical = plan.unpad(state)
             params, treedef = jax.tree.flatten(_state.get_params(logical))
-            if mesh is plan.explicit_mesh:
-                seen = map(plan.seen_by_loss, plan.params)
+            if mesh is plan._explicit_mesh:
+                seen = map(plan._seen_by_loss, plan.params)
                 params = [typed(v, leaf.sharding) for v, leaf in zip(params, seen, strict=True)]
             params = weights_of(treedef.unflatten(params))
             return with_fields(loss_fn, logical, mutable)(*cast_floats([params, *args], compute))
@@ -96,6 +96,6 @@ def needed_flops(
     args = (batch,) if rng is None else (batch, rng)
     shapes = jax.tree.map(_state.shape_dtype, (plan.abstract(), *args))
     sizes = [(axis, plan.mesh.shape[axis]) for axis in plan.batch_axes]
-    mesh = with_absent(plan.mesh.abstract_mesh, plan.absent)
-    meshes = [mesh, *filter(None, [plan.explicit_mesh]), NO_MESH]
+    mesh = with_absent(plan.mesh.abstract_mesh, plan._absent)
+    meshes = [mesh, *filter(None, [plan._explicit_mesh]), NO_MESH]
     return traced_where_it_can_be(counted, meshes, plan.batch_axes)[0]

@@ -252,7 +252,7 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
     work = functools.cache(lambda name, *where: _work(name, models[name], options, *where))
     for name, size in itertools.product(models, sizes):
         work(name, size, 1)  # raises before anything compiles
-    aot.check_packages()
+    aot._check_packages()
 
     @functools.cache
     def compiled(name: str, gpus: str, stage: int, rows: int) -> Case:

@@ -1,4 +1,4 @@
-"""`zerojax.tools.replayed`: runs a step twice on the same state, and compares all bits.
+"""`zerojax.tools.replay`: runs a step twice on the same state, and compares all bits.
 
 Gains an error, and the name of a device, where a run would go on with wrong weights. It leaves the
 step's own program as it is. Costs a second program, and two runs of it for each k-th step.
@@ -40,7 +40,7 @@ CALL = "a replayed step"
 
 
 @checked
-def replayed(step: S, *, every: int) -> S:
+def replay(step: S, *, every: int) -> S:
     """Returns a step that checks the devices: it runs some of its calls twice.
 
     Before the first call, and each `every`-th one after it, a program of its own runs the step
@@ -58,7 +58,7 @@ def replayed(step: S, *, every: int) -> S:
         ...     apply_fn=None, params={"w": jnp.ones((64, 16))}, tx=optax.adam(1e-2))
         >>> state = zerojax.shard_train_state(state, stage=3)
         >>> step = zerojax.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
-        >>> step = zerojax.tools.replayed(step, every=100)
+        >>> step = zerojax.tools.replay(step, every=100)
         >>> state, metrics = step(state, jnp.ones((32, 64)))
         >>> print(metrics["loss"])
         4096.0
@@ -69,7 +69,7 @@ def replayed(step: S, *, every: int) -> S:
         )
     source: PyTree = step
     if hasattr(source, "pure"):  # of nnx
-        return type(source)(replayed(source.functional, every=every))
+        return type(source)(replay(source._functional, every=every))
     if hasattr(source, "replays"):
         raise TypeError(
             f"step={step!r} checks the devices already. Pass the step that it was made from."
@@ -93,15 +93,15 @@ class Checking(Step):
         def checking(state: PyTree, batch: PyTree, rng: PyTree = None) -> tuple:
             witness = Witness(find_plan(state, step.recipe.plan).mesh)
             args = state, batch, rng
-            closed, shapes = jax.make_jaxpr(kept.function, return_shape=True)(*args)
+            closed, shapes = jax.make_jaxpr(kept._function, return_shape=True)(*args)
             with _axis_types.auto_axes():
                 outs, sums = witness.run(_compat.opened(closed), jax.tree.leaves(args))
             return *jax.tree.structure(shapes).unflatten(outs), sums
 
         super().__init__(checking, kept.recipe, {})
 
-    def chosen_options(self, plan: Plan, trace: Callable[[], ClosedJaxpr]) -> XlaOptions:
-        options, device = super().chosen_options(plan, trace), plan.mesh.devices.flat[0]
+    def _chosen_options(self, plan: Plan, trace: Callable[[], ClosedJaxpr]) -> XlaOptions:
+        options, device = super()._chosen_options(plan, trace), plan.mesh.devices.flat[0]
         # Without a GPU to try kernels on, XLA has no deterministic matmul to choose.
         runs = _compat.is_gpu(device) and not _compat.is_compile_only(device)
         return options | {_blame.DETERMINISTIC: True} if runs else options
@@ -122,7 +122,7 @@ class Replays:
             raise ValueError(
                 "a replayed step compares the results of two runs, and inside another jax.jit "
                 "there are none. Call it outside, or call the step without "
-                "zerojax.tools.replayed there."
+                "zerojax.tools.replay there."
             )
         if self.calls % self.every == 0:
             self.check(*args, **named)
@@ -183,7 +183,7 @@ class ReplayedStep(Step):
     """A step that checks some of its calls before it runs them."""
 
     def __init__(self, step: Step, every: int) -> None:
-        super().__init__(step.function, step.recipe, step.notes)
+        super().__init__(step._function, step.recipe, step.notes)
         self.replays = Replays(every, step, Checking(step))
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:

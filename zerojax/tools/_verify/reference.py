@@ -97,7 +97,7 @@ class Reference:
         self.precision = precision_of(plan, recipe.options.precision)
         # The user's own axes have size 1 here, so that a loss may name them.
         sizes = {a: n if a in plan.batch_axes else 1 for a, n in plan.mesh.shape.items()}
-        sizes |= dict.fromkeys(sorted(plan.absent), 1)
+        sizes |= dict.fromkeys(sorted(plan._absent), 1)
         self.split: Sizes = {**sizes, MICROBATCH_AXIS: recipe.options.accumulate}
         self.has_keys = any(role.kind == _batch.KEY for role in self.roles)
         dtypes = [self.precision.compute, *(p.dtype for p in plan.params)]
@@ -204,11 +204,11 @@ class Reference:
         # In place of a mesh: there may be fewer devices than parts.
         auto = (AxisType.Auto,) * len(split)
         mesh: PyTree = AbstractMesh((*split.values(),), (*split,), axis_types=auto)
-        full = jax.tree.structure(params).unflatten(map(self.plan.seen_by_loss, self.plan.params))
+        full = jax.tree.structure(params).unflatten(map(self.plan._seen_by_loss, self.plan.params))
         shapes = [_batch.part_shape(value, role, ways) for value, role in pairs]
         shapes = seen_in([full, *treedef.unflatten(shapes)], compute, self.precision.param)
         loss_fn = with_fields(self.recipe.loss_fn, self.state, names)
-        over, explicit = (mesh, tuple(split)), self.plan.explicit_mesh
+        over, explicit = (mesh, tuple(split)), self.plan._explicit_mesh
         with working(doing):
             traced = trace_loss(loss_fn, shapes, None, *over, names, explicit=explicit)
         closed_over = self.moved(traced.closed_over)

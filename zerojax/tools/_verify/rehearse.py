@@ -91,7 +91,7 @@ def _compared(plan: Plan, small: Plan) -> tuple[list[Check], list[str]]:
     there, here = ({leaf.path: leaf for leaf in each.leaves} for each in (plan, small))
     # A small model may have fewer layers: one of them stands for those that it lacks.
     by_star = {_alike(path): leaf for path, leaf in here.items()}
-    roles = dict(zip(there, roles_of(plan.treedef.unflatten(plan.leaves)), strict=True))
+    roles = dict(zip(there, roles_of(plan._treedef.unflatten(plan.leaves)), strict=True))
     checks, narrow = [], []
     padded: dict[str, list[str]] = {"there and not here": [], "here and not there": []}
     for path in here | there:

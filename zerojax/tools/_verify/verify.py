@@ -94,7 +94,7 @@ def verify(
             "to the largest. Leave it out for one that fits their dtypes."
         )
     args, checks, notes = (batch,) if rng is None else (batch, rng), [], []
-    if replays := getattr(step, "replays", None):  # of `zerojax.tools.replayed`
+    if replays := getattr(step, "replays", None):  # of `zerojax.tools.replay`
         step = replays.step
     if plan is not None and like is not None:
         raise TypeError(
@@ -169,7 +169,7 @@ def _plan_of(state: PyTree, args: Sequence[PyTree], recipe: Recipe) -> Plan:
             "processes. Run it in one process, on fewer devices."
         )
     _mesh.check_runs(plan.mesh)
-    plan.check_structure(state)
+    plan._check_structure(state)
     return plan
 
 
