@@ -130,21 +130,20 @@ def along_columns(state, plan):
 CALLS = [
     (a_step(), {}, "batch"),
     (a_step(accumulate=2), {}, "batch, accumulate=2"),
-    (a_step(), {"mesh": TWO}, "batch, plan=state"),
-    (a_step(accumulate=2), {"mesh": TWO}, "batch, accumulate=2, plan=state"),
-    (with_its_plan(), {}, "batch, plan=plan"),
-    (with_its_plan(accumulate=2), {"mesh": TWO}, "batch, accumulate=2, plan=plan"),
+    (a_step(), {"mesh": TWO}, "batch, like=state"),
+    (a_step(accumulate=2), {"mesh": TWO}, "batch, accumulate=2, like=state"),
+    (with_its_plan(), {}, "batch, like=plan"),
+    (with_its_plan(accumulate=2), {"mesh": TWO}, "batch, accumulate=2, like=plan"),
     (along_columns, {}, "batch, batch_specs=batch_specs"),
     (lambda _, plan: zerojax.value_and_grad(loss, plan)(params(), ROWS), {}, "batch"),
     (
         lambda _, plan: zerojax.value_and_grad(loss, plan)(params(), ROWS),
         {"mesh": TWO},
-        "batch, plan=plan",
+        "batch, like=plan",
     ),
-    (lambda _, plan: zerojax.shard_batch(ROWS, TWO), {}, "batch, mesh"),
-    (lambda _, plan: zerojax.shard_batch(ROWS, TWO, axis="data"), {}, "batch, mesh, axis='data'"),
-    (lambda _, plan: zerojax.shard_batch(ROWS, like=plan), {"mesh": TWO}, "batch, plan=plan"),
-    (lambda state, _: zerojax.shard_batch(ROWS, like=state), {"mesh": TWO}, "batch, plan=state"),
+    (lambda _, plan: zerojax.shard_batch(ROWS, TWO), {}, "batch, like=mesh"),
+    (lambda _, plan: zerojax.shard_batch(ROWS, like=plan), {"mesh": TWO}, "batch, like=plan"),
+    (lambda state, _: zerojax.shard_batch(ROWS, like=state), {"mesh": TWO}, "batch, like=state"),
 ]
 
 
@@ -164,7 +163,7 @@ def test_the_line_that_pads_a_batch_of_nnx():
     step = zerojax.nnx.train_step(lambda model, x: model(x).mean(), accumulate=2)
     with pytest.raises(ValueError, match=r"9 examples.*or pad: batch, mask = ") as raised:
         step(model, optimizer, ROWS)
-    check_line(str(raised.value), "batch, accumulate=2, plan=optimizer", optimizer=optimizer)
+    check_line(str(raised.value), "batch, accumulate=2, like=optimizer", optimizer=optimizer)
 
 
 def check_line(message, given, **names):

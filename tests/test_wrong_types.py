@@ -21,7 +21,7 @@ from tests.test_surface import NAMED
 
 WRONG = {"None": None, "int": 3, "str": "x", "list": [1], "object": object()}
 PACKAGE = str(pathlib.Path(zerojax.__file__).parent)
-IN_NNX = "eval_step merge quantized shard state train_step update"
+IN_NNX = "eval_step merge quantize shard state train_step update"
 OF_MODULES = {f"nnx.{name}": getattr(zerojax.nnx, name) for name in IN_NNX.split()}
 OF_MODULES |= {f"aot.{n}": getattr(zerojax.aot, n) for n in ("batch", "_install_command", "mesh")}
 # What users do not make, what takes anything, and numbers of a table.

@@ -128,7 +128,15 @@ IN_ANOTHERS_PLACE = [
     (lambda: zerojax.train_step(made()), r"the loss is a TrainState. Pass"),
     (train(noisy), r"the loss with \(params, batch\): .*Pass .* key after.*random.key\(n\)"),
     (lambda: STEP(placed(), BATCH, KEY), r"\(params, batch, rng\): .*leave it out, step"),
-    (lambda: shard_batch(BATCH, placed()), r"mesh= is a plan, or .*Pass it as plan=\."),
+    (lambda: shard_batch(BATCH, made()), r"a TrainState that carries no plan.*shard_train_state"),
+    (
+        lambda: pad_batch(BATCH, like=nnx_model()),
+        r"a Linear that carries.*optimizer from zerojax.n",
+    ),
+    (
+        lambda: process_slice(16, like=8),
+        r"like= is a int that carries no plan\. Pass the plan, a s",
+    ),
     (lambda: zerojax.mean(BATCH, where=BATCH), r"float32.*takes no weights. Pass weights > 0"),
     (lambda: pad_batch(["a"]), r"batch leaf 0 is a str.*leave it out of the batch"),
 ]
@@ -169,7 +177,7 @@ BATCHES = [
     (grads(rows(x=60)), SIXTY),
     (lambda: shard_batch(rows(x=60)), SIXTY),
     (train(named, rows(x=64), accumulate=3), r"8 devices x 3 .* 48 or 72.*batch, accumulate=3\)"),
-    (train(named, rows(x=60), state=on_seven), r"60.*7 devices.*pad_batch\(batch, plan=state\)"),
+    (train(named, rows(x=60), state=on_seven), r"60.*7 devices.*pad_batch\(batch, like=state\)"),
     (lambda: shard_batch(np.ones((0, 2))), r"the batch has 0 examples.*Use 8 examples"),
     (train(named, rows(x=64, y=8)), UNEVEN),
     (
@@ -179,12 +187,6 @@ BATCHES = [
     (lambda: NOISY(placed(), BATCH, jax.random.split(KEY, 4)), r"8 and argument 3 .* loss has 4"),
     (grads(rows(x=2), np.uint32([3, 5]), devices=2), r"3 of the loss is uint32\[2\] .*random.key"),
     (lambda: process_slice(30), r"30 rows.*over 8.*a multiple of 8: .*pad_batch\(batch, to="),
-    (lambda: shard_batch(BATCH, make_mesh(), like=placed()), r"its own mesh.*Leave the mesh and"),
-    (lambda: shard_batch(BATCH, like=made()), r"not placed.*First: .*zerojax.shard_train_state"),
-    (
-        lambda: shard_batch(BATCH, zerojax.mesh(node=2, gpu=4)),
-        r"called 'data'.*axis='node'.*or both",
-    ),
 ]
 MIXED = {"x": np.ones((6, 32), np.float32), "y": np.arange(32)}
 SPECS = [

@@ -15,7 +15,6 @@ from jax.typing import ArrayLike, DTypeLike
 from zerojax import _compat, _fingerprint
 from zerojax._declared import checked
 from zerojax._loss import fields as _fields
-from zerojax._loss.arguments import find_plan
 from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats
@@ -150,7 +149,7 @@ def pad_options(options: Any, plan: Plan) -> str:
     else:
         of_state = "optimizer" if options.mutable == NNX_FIELDS else "state"
         holder = "" if is_default else of_state
-    text += f", plan={holder}" if holder else ""
+    text += f", like={holder}" if holder else ""
     return text + ", batch_specs=batch_specs" * (options.batch_specs is not None)
 
 
@@ -304,19 +303,14 @@ class Microbatches:
 
 
 @checked
-def shard_batch(
-    batch: PyTree,
-    mesh: Mesh | None = None,
-    *,
-    axis: str | Sequence[str] | None = None,
-    plan: PyTree = None,
-    batch_specs: PyTree = None,
-) -> PyTree:
+def shard_batch(batch: PyTree, like: PyTree = None, *, batch_specs: PyTree = None) -> PyTree:
     """Puts a host batch on the devices, split along its first dimension, or as `batch_specs` says.
 
     `train_step` takes host batches too; a batch that you place early travels while the step before
-    it runs. Scalars and PRNG keys are replicated. `plan`, a plan or a state that it placed, has the
-    mesh and the axes: pass it wherever a mesh has several axes.
+    it runs. Scalars and PRNG keys are replicated. The batch goes where the steps of `like` expect
+    it: a plan, a placed state, or a placed `nnx.Optimizer`. Of a mesh, the axis `data` splits the
+    rows, or all of its axes if none has that name. By default that is the mesh of `jax.set_mesh`,
+    or one of all devices.
 
     Each of several processes passes its own rows, as `zerojax.run.process_slice` counts them; the
     rows of all processes together are the batch.
@@ -327,10 +321,10 @@ def shard_batch(
         (1, 3)
     """
     _refusals.check_values(batch, "batch")
-    padding = ", mesh" * (mesh is not None) + (f", axis={axis!r}" if axis is not None else "")
-    padding += f", plan={'plan' if isinstance(plan, Plan) else 'state'}" * (plan is not None)
+    holder = {Mesh: "mesh", Plan: "plan"}.get(type(like), "state")
+    padding = f", like={holder}" * (like is not None)
     padding += ", batch_specs=batch_specs" * (batch_specs is not None)
-    mesh, axes = mesh_and_axes(mesh, axis, plan)
+    mesh, axes = mesh_and_axes(like)
     batch_roles = roles((batch,), batch_specs, axes)
     check((batch,), batch_roles, len(local_parts(mesh, axes)), padding=padding)
     leaves, treedef = jax.tree.flatten(batch)
@@ -366,22 +360,16 @@ def _agree_on_rows(rows: str, places: str, mesh: Mesh) -> None:
 
 
 @checked
-def process_slice(
-    rows: int,
-    mesh: Mesh | None = None,
-    *,
-    axis: str | Sequence[str] | None = None,
-    plan: PyTree = None,
-) -> slice:
+def process_slice(rows: int, like: PyTree = None) -> slice:
     """Returns the rows that this process loads of a batch of `rows` rows over all processes.
 
-    The mesh, axes or plan are those of `zerojax.shard_batch`.
+    `like` is that of `zerojax.shard_batch`.
 
     Example:
         >>> print(zerojax.run.process_slice(32))  # a single process loads all
         slice(0, 32, None)
     """
-    mesh, axes = mesh_and_axes(mesh, axis, plan)
+    mesh, axes = mesh_and_axes(like)
     size = axes_size(mesh, axes)
     if not isinstance(rows, int | np.integer) or rows < 1 or rows % size:
         raise ValueError(
@@ -399,17 +387,20 @@ def process_slice(
     return slice(first * rows // size, (last + 1) * rows // size)
 
 
-def mesh_and_axes(
-    mesh: Mesh | None, axis: str | Sequence[str] | None, plan: PyTree
-) -> tuple[Mesh, tuple[str, ...]]:
-    """Returns the mesh and the axes that a batch is split over."""
+def mesh_and_axes(like: PyTree) -> tuple[Mesh, tuple[str, ...]]:
+    """Returns the mesh, and its axes that split a batch for the steps of `like`."""
+    if like is None or isinstance(like, Mesh):
+        mesh = _mesh.current() if like is None else like
+        if mesh is None or _mesh.DEFAULT_AXIS in mesh.axis_names:
+            return _mesh.resolve(mesh, None)
+        return _mesh.resolve(mesh, mesh.axis_names)
+    plan = like if isinstance(like, Plan) else _carried.carried_plan(like)
     if plan is None:
-        if isinstance(mesh, Plan) or _carried.carried_plan(mesh) is not None:
-            raise TypeError("mesh= is a plan, or a placed state. Pass it as plan=.")
-        return _mesh.resolve(mesh, axis)
-    if mesh is not None or axis is not None:
-        raise ValueError("plan= brings its own mesh and axes. Leave the mesh and axis= out.")
-    plan = plan if isinstance(plan, Plan) else find_plan(plan)
+        raise TypeError(
+            f"like= is a {type(like).__name__} that carries no plan. Pass the plan, a state from "
+            "zerojax.shard_train_state, an optimizer from zerojax.nnx.shard, or a "
+            "jax.sharding.Mesh whose axis data, or else all axes, split the rows."
+        )
     return plan._given_mesh or plan.mesh, plan.batch_axes
 
 

@@ -1,13 +1,10 @@
 """Fills up a batch whose number of examples the devices do not divide, and makes its mask."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
-from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from zerojax._declared import checked
@@ -19,12 +16,10 @@ from zerojax._types import PyTree
 @checked
 def pad_batch(
     batch: PyTree,
-    mesh: Mesh | None = None,
+    like: PyTree = None,
     *,
     to: int | None = None,
     accumulate: int = 1,
-    axis: str | Sequence[str] | None = None,
-    plan: PyTree = None,
     batch_specs: PyTree = None,
 ) -> tuple[PyTree, np.ndarray]:
     """Fills a batch up to a number of examples that the devices divide; returns it and a mask.
@@ -39,7 +34,7 @@ def pad_batch(
     padding. Numpy arrays stay numpy arrays.
 
     Arguments:
-        mesh, axis, plan: as in `zerojax.shard_batch`.
+        like: as in `zerojax.shard_batch`.
         to: the number of examples to fill up to; default, the next one that the devices divide.
             With the number of a full batch, the last batch runs the program that is compiled
             already. Several processes need it: pass the number that a process has of a full batch,
@@ -55,7 +50,7 @@ def pad_batch(
         [1. 2. 3. 4. 5. 1. 2. 3.] 5 3.0
     """
     _refusals.check_values(batch, "batch")
-    mesh, axes = _batch.mesh_and_axes(mesh, axis, plan)
+    mesh, axes = _batch.mesh_and_axes(like)
     roles = _batch.roles((batch,), batch_specs, axes)
     name, examples = _batch.counted((batch,), roles)
     if not name:
