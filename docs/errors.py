@@ -13,7 +13,6 @@ PAGES = {
     "": ("Stages, meshes and plans", "stages.md"),
     "tools/_audit": ("Audits", "gpus.md#what-did-xla-compile"),
     "_checkpoint": ("Checkpoints", "checkpoints.md"),
-    "_deprecations": ("Names that go", "versions.md#how-a-name-goes"),
     "_kernel": ("Loops over layers", "limits.md"),
     "tools/_forecast": ("Forecasts", "gpus.md#gpus-that-you-do-not-have"),
     "tools/_forecast/choose": ("The fastest options", "gpus.md#which-options-are-fastest"),

@@ -23,7 +23,7 @@ WRONG = {"None": None, "int": 3, "str": "x", "list": [1], "object": object()}
 PACKAGE = str(pathlib.Path(zerojax.__file__).parent)
 IN_NNX = "eval_step merge quantize shard state train_step update"
 OF_MODULES = {f"nnx.{name}": getattr(zerojax.nnx, name) for name in IN_NNX.split()}
-OF_MODULES |= {f"aot.{n}": getattr(zerojax.aot, n) for n in ("batch", "_install_command", "mesh")}
+OF_MODULES |= {f"aot.{name}": getattr(zerojax.aot, name) for name in ("batch", "mesh")}
 # What users do not make, what takes anything, and numbers of a table.
 NONE_OF_THEM = {"Plan", "checkpoint.Extras", "checkpoint.Preempted", "ModuleState"}
 NONE_OF_THEM |= {"run.log", "tools.Rates", "tools.ReplayError", "tools.Report"}

@@ -37,6 +37,7 @@ if typing.TYPE_CHECKING:
     from zerojax._plan.quantize import quantize as quantize
     from zerojax._plan.resharding import reshard as reshard
     from zerojax._run.processes import initialize as initialize
+    from zerojax._state.module_state import ModuleState as ModuleState
     from zerojax._step.grad import value_and_grad as value_and_grad
     from zerojax._step.schedule import Schedule as Schedule
     from zerojax._step.step import eval_step as eval_step, train_step as train_step
@@ -66,6 +67,7 @@ _EXPORTS = {
     "_plan.quantize": ["quantize"],
     "_plan.resharding": ["reshard"],
     "_run.processes": ["initialize"],
+    "_state.module_state": ["ModuleState"],
     "_step.grad": ["value_and_grad"],
     "_step.schedule": ["Schedule"],
     "_step.step": ["eval_step", "train_step"],
@@ -78,7 +80,7 @@ _MODULES |= {name: name for name in ("aot", "checkpoint", "manual", "nnx", "run"
 
 def __getattr__(name: str) -> typing.Any:
     if name not in _MODULES:
-        return importlib.import_module("zerojax._deprecations").attribute(__name__, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"zerojax.{_MODULES[name]}")
     globals()[name] = module if name == _MODULES[name] else getattr(module, name)
     return globals()[name]

@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from zerojax import _compat
-from zerojax._deprecations import arguments
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -67,15 +66,13 @@ class Options:
 # words of Python or of another library, the first argument of another type than its signature has
 # is named. Errors that zerojax itself raises say more, and stay. Calls that succeed pay nothing.
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Names the argument of another type, where a public function fails: see the note. Takes old
-    names of arguments, too."""
+    """Names the argument of another type, where a public function fails: see the note."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **named: P.kwargs) -> R:
-        now = arguments(function.__name__, named)
-        with _named_types(signature, args, now):
-            return function(*args, **now)  # type: ignore
+        with _named_types(signature, args, named):
+            return function(*args, **named)
 
     return call
 
@@ -187,7 +184,6 @@ def takes(options: Callable[P, S]) -> _Takes[P, S]:
 
         @functools.wraps(function)
         def call(*args: Any, **named: Any) -> R:
-            named = arguments(function.__name__, named)
             try:
                 values = signature.bind(*args, **named).arguments
             except TypeError as error:

@@ -16,12 +16,12 @@ BETWEEN = (
 )
 
 
-def warn(text: str, category: type[Warning] = UserWarning) -> None:
+def warn(text: str) -> None:
     """Warns of what the nearest line outside of these files calls for.
 
     Python 3.11 cannot skip files: there a warning names the line of zerojax that warns.
     """
     if sys.version_info >= (3, 12):
-        warnings.warn(text, category, skip_file_prefixes=BETWEEN)
+        warnings.warn(text, UserWarning, skip_file_prefixes=BETWEEN)
     else:
-        warnings.warn(text, category, stacklevel=2)
+        warnings.warn(text, UserWarning, stacklevel=2)

@@ -182,11 +182,7 @@ def _devices(name: str, hosts: int, local: int) -> list[Device]:
 
 
 def _check_packages() -> None:
-    """Raises if a package is missing, without which the compiler would end the process.
-
-    Example:
-        >>> zerojax.aot._check_packages()  # raises ModuleNotFoundError with the pip line
-    """
+    """Raises if a package is missing, without which the compiler would end the process."""
     cuda = _cuda()
     packages = {
         f"jax-{cuda}-plugin": _is_installed(f"jax_{cuda}_plugin"),
@@ -207,15 +203,10 @@ def _check_packages() -> None:
         )
 
 
-@checked
 def _install_command(cuda: str = "cuda13") -> str:
     """Returns the command that installs the compiler for GPUs: 0.7 GB, without CUDA libraries.
 
     It keeps the installed JAX, and fetches the compiler that matches it.
-
-    Example:
-        >>> print(zerojax.aot._install_command())
-        pip install 'jax[cuda13-local]' nvidia-cuda-nvcc
     """
     tools = "nvidia-cuda-nvcc" if cuda == "cuda13" else f"nvidia-cuda-nvcc-{cuda.replace('da', '')}"
     return f"pip install 'jax[{cuda}-local]' {tools}"

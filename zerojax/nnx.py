@@ -38,7 +38,6 @@ from zerojax._loss.trace import split_aux
 from zerojax._plan import move as _move, planner as _planner, quantize as _quantize
 from zerojax._plan.plan_options import PlanOptions
 from zerojax._state import carried as _carried, nnx_state as _nnx_state, refusals as _refusals
-from zerojax._state.nnx_state import State as State
 from zerojax._state.state import NNX_FIELDS, state_of
 from zerojax._step import step as _step
 from zerojax._step.step_options import LossOptions, StepOptions
@@ -49,7 +48,7 @@ update = checked(_nnx_state.update)
 
 
 @checked
-def merge(state: State, params: PyTree) -> nnx.Module:
+def merge(state: _nnx_state.State, params: PyTree) -> nnx.Module:
     """Returns a new model with these parameters, and copies of the state's other variables.
 
     To generate while the model trains, with parameters that stay where they are used, merge
@@ -269,7 +268,7 @@ class ModelStep:
         return metrics | aux
 
 
-def _keys(placed: State, rng: PyTree) -> dict[str, PyTree] | None:
+def _keys(placed: _nnx_state.State, rng: PyTree) -> dict[str, PyTree] | None:
     """Returns the keys for a step: the loss's own, and one that folds the model's streams."""
     keys = {} if rng is None else {"loss": _nnx_state.without_objects(rng)}
     if any(map(is_key, jax.tree.leaves(placed.variables))):

@@ -1,16 +1,15 @@
-"""What a step costs, and whether it is right: audits, checks against one device, forecasts.
+"""What a step costs, and whether it is right: reports, studies, meters, devices that err.
 
-The library itself imports nothing of this; the command line, `python -m zerojax`, is here too.
+`zerojax.audit`, `verify` and `forecast` are at the top. The library itself imports nothing of this;
+the command line, `python -m zerojax`, is here too.
 """
 
 import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from zerojax.tools._audit.audit import audit as audit
     from zerojax.tools._audit.report import Report as Report
     from zerojax.tools._forecast.choose import choose as choose
-    from zerojax.tools._forecast.forecast import forecast as forecast
     from zerojax.tools._forecast.mfu import peak_flops as peak_flops, step_flops as step_flops
     from zerojax.tools._forecast.study import study as study
     from zerojax.tools._hlo.gpus import Rates as Rates, rates_of as rates_of
@@ -18,13 +17,10 @@ if typing.TYPE_CHECKING:
     from zerojax.tools._replay.blame import ReplayError as ReplayError
     from zerojax.tools._replay.replayed import replay as replay
     from zerojax.tools._verify.compare import Verification as Verification
-    from zerojax.tools._verify.verify import verify as verify
 
 _EXPORTS = {  # imported when they are first used
-    "_audit.audit": ["audit"],
     "_audit.report": ["Report"],
     "_forecast.choose": ["choose"],
-    "_forecast.forecast": ["forecast"],
     "_forecast.mfu": ["peak_flops", "step_flops"],
     "_forecast.study": ["study"],
     "_hlo.gpus": ["Rates", "rates_of"],
@@ -32,14 +28,13 @@ _EXPORTS = {  # imported when they are first used
     "_replay.blame": ["ReplayError"],
     "_replay.replayed": ["replay"],
     "_verify.compare": ["Verification"],
-    "_verify.verify": ["verify"],
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 
 
 def __getattr__(name: str) -> typing.Any:
     if name not in _MODULES:
-        return importlib.import_module("zerojax._deprecations").attribute(__name__, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = getattr(importlib.import_module(f"zerojax.tools.{_MODULES[name]}"), name)
     return globals()[name]
 
