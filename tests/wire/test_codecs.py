@@ -11,13 +11,13 @@ import pytest
 import zerojax
 from tests.support import draw
 from zerojax import QuantizedWire
-from zerojax._wire.codecs import NOISE
+from zerojax._wire.codecs import NOISE, BlockCodec, block_codec
 
 ROWS, COLUMNS = 32, 1024
 NORMAL = draw.normal(0, ROWS, COLUMNS)
 CODECS = [
-    *map(QuantizedWire, ("int8", "int4", "float8_e4m3fn", "float8_e5m2")),
-    QuantizedWire("int4", block=64),
+    *map(BlockCodec, ("int8", "int4", "float8_e4m3fn", "float8_e5m2")),
+    BlockCodec("int4", block=64),
 ]
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
 
@@ -77,15 +77,15 @@ def test_what_is_not_finite_is_not_hidden(codec):
     ],
 )
 def test_blocks_are_the_largest_that_divide(length, block, fitted):
-    codec = QuantizedWire("int8", block=block).fitted(length)
+    codec = block_codec(QuantizedWire("int8", block=block), length)
     assert (codec and codec.block) == fitted
 
 
 def test_int4_packs_two_codes_in_a_byte():
     array = jnp.concatenate([jnp.arange(-7.0, 8.0), jnp.zeros(17)])[None]
-    codes, scales = QuantizedWire("int4", block=32).encode(array)
+    codes, scales = BlockCodec("int4", block=32).encode(array)
     assert codes.shape == (1, 16) and float(scales[0, 0]) == 1
-    np.testing.assert_array_equal(there_and_back(QuantizedWire("int4", block=32), array), array)
+    np.testing.assert_array_equal(there_and_back(BlockCodec("int4", block=32), array), array)
 
 
 def test_dtypes_and_names_of_codes_say_the_same():

@@ -72,12 +72,9 @@ class QuantizedWire:
                 "block is sent with a scale of 4 bytes. For int4 it must be even: a byte has two."
             )
 
-    def fitted(self, length: int) -> "QuantizedWire | None":
-        """Returns the codec for shards of this last dimension, None if no block divides it."""
-        most = min(self.block, length)
-        sizes = (n for n in range(most, LEAST_BLOCK - 1, -1) if length % n == 0)
-        size = next((n for n in sizes if n % 2 == 0 or self.dtype != "int4"), None)
-        return None if size is None else dataclasses.replace(self, block=size)
+
+class BlockCodec(QuantizedWire):
+    """Writes arrays whose last dimension the block divides."""
 
     def encode(self, array: Array) -> Parts:
         with jax.named_scope(ENCODING):
@@ -240,7 +237,15 @@ def way_of(path: str, ways: Ways) -> Way:
     return next((way for pattern, way in rules_of(ways) if re.search(pattern, path)), None)
 
 
-def codec_of(leaf: LeafPlan, ways: Ways, mesh: Mesh) -> QuantizedWire | Exact:
+def block_codec(wire: QuantizedWire, length: int) -> BlockCodec | None:
+    """Returns the codec for shards of this last dimension, None if no block divides it."""
+    most = min(wire.block, length)
+    sizes = (n for n in range(most, LEAST_BLOCK - 1, -1) if length % n == 0)
+    size = next((n for n in sizes if n % 2 == 0 or wire.dtype != "int4"), None)
+    return None if size is None else BlockCodec(wire.dtype, size)
+
+
+def codec_of(leaf: LeafPlan, ways: Ways, mesh: Mesh) -> BlockCodec | Exact:
     """Returns the codec of a leaf's shards, an exact one for vectors and where no block divides."""
     way = way_of(leaf.path, ways)
     if not isinstance(way, QuantizedWire):
@@ -250,13 +255,13 @@ def codec_of(leaf: LeafPlan, ways: Ways, mesh: Mesh) -> QuantizedWire | Exact:
         return Exact()
     place = leaf.update.on_device
     part = place.sharding(mesh).shard_shape(place.padded(leaf.shape))
-    return way.fitted(part[-1]) or Exact()
+    return block_codec(way, part[-1]) or Exact()
 
 
-def sum_codec_of(leaf: LeafPlan, ways: Ways, mesh: Mesh, axes: Axes) -> QuantizedWire | Exact:
+def sum_codec_of(leaf: LeafPlan, ways: Ways, mesh: Mesh, axes: Axes) -> BlockCodec | Exact:
     """Returns the codec of gradients that are summed over the batch's axes."""
     codec, is_float = codec_of(leaf, ways, mesh), jnp.issubdtype(leaf.dtype, jnp.floating)
-    if isinstance(codec, QuantizedWire) or not is_float or sums_narrow(mesh, axes):
+    if isinstance(codec, BlockCodec) or not is_float or sums_narrow(mesh, axes):
         return codec
     return Exact(jnp.promote_types(codec.dtype or leaf.dtype, jnp.float32))
 
