@@ -112,6 +112,7 @@ class Layout:
 
     @property
     def params(self) -> list[LeafPlan]:
+        """The leaves that are parameters."""
         return [leaf for leaf in self.leaves if leaf.kind == PARAMS]
 
     @functools.cached_property

@@ -32,9 +32,12 @@ class Plan(Layout):
     """The place of every leaf of a state. Made by `zerojax.plan`; print it to see.
 
     `place` moves a state there, `constrain` keeps it there inside `jax.jit`, and `abstract` returns
-    its shapes with their shardings, to lower programs without any array. `plot` draws what each
-    device has, `show` prints it for one leaf. `leaves` has the `path`, `shape`, `dtype` and `spec`
-    of each leaf, and the `dim` that is sharded or the `reason` why none is.
+    its shapes with their shardings, to lower programs without any array. A loop that updates by
+    itself calls `scatter`, `logical_grads` and `unpad`. `plot` draws what each device has, `show`
+    prints it for one leaf, `bytes_per_device` and `host_bytes_per_device` count it. `leaves` has
+    the `path`, `shape`, `dtype` and `spec` of each leaf, and the `dim` that is sharded or the
+    `reason` why none is; `params` has those of parameters. `stage`, `mesh`, `groups` and
+    `precision` are as in `zerojax.plan`, and `size` devices along `batch_axes` split the batch.
 
     Example:
         >>> params = {"w": jax.ShapeDtypeStruct((1024, 8), "float32"), "b": jnp.zeros(8)}
