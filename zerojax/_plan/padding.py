@@ -167,8 +167,8 @@ def warn_of_padding(state: PyTree, plan: Layout) -> None:
     warn(
         f"{leaf.path} has the shape {leaf.shape} and is stored padded as {leaf.padded_shape}, "
         f"because {plan.size} devices do not divide it{others}. Steps, checkpoints and "
-        "gather_params show its own shape. If you apply the model yourself, take the parameters from "
-        f"zerojax.unpad({arguments}), or place the state with pad=False."
+        "gather_params show its own shape. If you apply the model yourself, take the parameters "
+        f"from zerojax.unpad({arguments}), or place the state with pad=False."
     )
 
 
