@@ -269,10 +269,12 @@ def _far_hop(shard: Array, cut: Cut) -> Transit:
 
 
 def _gather(parts: Transit, cut: Cut, axes: tuple[str, ...]) -> Transit:
-    def gather(x: Array, dim: int) -> Array:
-        return lax.all_gather(x, axes, axis=dim, tiled=True)
+    def gather(x: Array) -> Array:
+        assert cut.dim is not None, "only a sharded array can be all-gathered"
+        return lax.all_gather(x, axes, axis=cut.dim, tiled=True)
 
-    return tuple(_hop(gather, part, cut, axes) for part in parts)
+    with named([cut]):
+        return tuple([_each_part(gather, part, cut.others) for part in parts]) if axes else parts
 
 
 def _open(parts: Transit, cut: Cut) -> Array:
@@ -358,22 +360,12 @@ def gather_updated(shard: Array, old: Array | None, cut: Cut, stacked: bool) -> 
 
 
 def _scattered(grad: Array, cut: Cut, axes: tuple[str, ...]) -> Array:
-    def scatter(x: Array, dim: int) -> Array:
-        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    def scatter(x: Array) -> Array:
+        assert cut.dim is not None, "only a sharded array can be reduce-scattered"
+        return lax.psum_scatter(x, axes, scatter_dimension=cut.dim, tiled=True)
 
-    return _hop(scatter, grad, cut, axes)
-
-
-def _hop(
-    collective: Callable[[Array, int], Array], array: Array, cut: Cut, axes: tuple[str, ...]
-) -> Array:
-    """Runs a collective along the sharded dimension, if there are axes to cross."""
-    if not axes:
-        return array
-    dim = cut.dim
-    assert dim is not None, "only a sharded array can be all-gathered or reduce-scattered"
     with named([cut]):
-        return _each_part(lambda x: collective(x, dim), array, cut.others)
+        return _each_part(scatter, grad, cut.others) if axes else grad
 
 
 def _each_part(
