@@ -21,7 +21,7 @@ from jax.tree_util import register_dataclass
 
 from zerojax import _compat
 from zerojax._features import host_state as _host_state
-from zerojax._jaxprs import is_var
+from zerojax._jaxprs import Atom, is_var
 from zerojax._kernel.arrays import Layer, sliced, written
 from zerojax._kernel.places import LeafPlan, by_layer
 from zerojax._kernel.travel import Held
@@ -249,7 +249,7 @@ class InBackward:
         return program
 
     @functools.cached_property
-    def shard(self) -> tuple[Flat, dict[Any, Label], dict[Any, str], list[Var], list[Var]] | None:
+    def shard(self) -> tuple[Flat, dict[Var, Label], dict[Atom, str], list[Var], list[Var]] | None:
         """The trace of a device's part of layers with its labels, the numbers that it reads and
         what else is known of all layers alone; None if it is another program."""
         shapes = list(self.update.shapes)

@@ -24,7 +24,7 @@ class PartlyDonated:
         self.whole: Any = jax.jit(function, compiler_options=options)
         self.by_tree: dict[Any, tuple[Any, list[int]]] = {}
 
-    def _flat(self, args: tuple, named: dict[str, PyTree]) -> tuple[Any, list[int], list]:
+    def _flat(self, args: tuple, named: dict[str, PyTree]) -> tuple[PyTree, list[int], list]:
         """Returns the function of leaves, which of them it keeps, and the leaves."""
         leaves, treedef = jax.tree.flatten((args, named))
         if treedef not in self.by_tree:

@@ -133,7 +133,7 @@ class Program:
         if any(update.needed for update in self.updates.values()):
             self.guess = backward.guess
 
-    def on_all_devices(self) -> Callable[..., tuple[Any, ...]]:
+    def on_all_devices(self) -> Callable[..., PyTree]:
         """Returns the program of all devices together."""
         return self.device.on_all_devices(self, self.in_specs(), self.out_specs())
 
@@ -186,7 +186,7 @@ class Program:
         self,
         values: list[Array],
         args: list[Array],
-        closed_over: list[Any],
+        closed_over: list[Array],
         state: list[tuple[list[Array], list[Array], list[Array | None]]],
     ) -> Results:
         """`state` has, for each parameter that backward updates, the state that is updated with it,
@@ -270,7 +270,7 @@ class Program:
     def loss_dtype(self) -> DTypeLike:
         return wide(type_of(self.traced.jaxpr.outvars[0]).dtype)
 
-    def run(self, inputs: list[Any]) -> tuple[Array, PyTree]:
+    def run(self, inputs: list[PyTree]) -> tuple[Array, PyTree]:
         """Returns the loss of one microbatch, and its aux with what passes add to the metrics. Of a
         layered loss it returns the sum of the losses of all, and the others stacked."""
         outputs = self.device.run([*inputs, *self.loss.constants], self.how)

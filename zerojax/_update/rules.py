@@ -94,9 +94,9 @@ class Flat:
         """All variables, in an order that is the same for programs that are alike."""
         return [*self.constants, *self.invars, *(v for eqn in self.eqns for v in eqn.outvars)]
 
-    def origins(self, first: Mapping[int, Var]) -> dict[Any, frozenset[int]]:
+    def origins(self, first: Mapping[int, Var]) -> dict[Atom, frozenset[int]]:
         """Returns, for each variable, which of some variables it depends on."""
-        origins = {v: frozenset([i]) for i, v in first.items()}
+        origins: dict[Atom, frozenset[int]] = {v: frozenset([i]) for i, v in first.items()}
         for eqn in self.eqns:
             sources = frozenset[int]().union(*(origins.get(v, ()) for v in reads(eqn)))
             origins.update(dict.fromkeys(eqn.outvars, sources) if sources else {})
@@ -126,11 +126,11 @@ _ADDS = frozenset({"add", "add_any"})
 _PASSING = _ADDS | {"convert_element_type", "copy", "select_n"}
 
 
-def same_values(program: Flat) -> dict[Any, Any]:
+def same_values(program: Flat) -> dict[Var, Var]:
     """Returns, by variable, the input that it is. Adding zeros, as optax does to what is frozen,
     leaves it what it was."""
-    same: dict[Any, Any] = {v: v for v in program.invars}
-    zeros: set[Any] = set()
+    same: dict[Var, Var] = {v: v for v in program.invars}
+    zeros: set[Var] = set()
 
     def is_zero(atom: Atom) -> bool:
         return atom in zeros if is_var(atom) else not np.any(atom.val)
@@ -157,15 +157,15 @@ def labelled(
     one: Flat,
     inputs: Sequence[Label],
     is_known: Callable[[Var, Var], bool] = lambda v, w: False,
-) -> tuple[dict[Any, Label], dict[Var, str]]:
+) -> tuple[dict[Var, Label], dict[Atom, str]]:
     """Returns the label of each variable of `full`, and the operation that mixes each MIXED one.
 
     Both programs get the values for which `is_known` holds, so those are the same.
     """
-    labels: dict[Any, Label] = dict(zip(full.invars, inputs, strict=True))
+    labels: dict[Var, Label] = dict(zip(full.invars, inputs, strict=True))
     constants = zip(full.constants.items(), one.constants.values(), strict=True)
     labels |= {v: SAME if a is b else MIXED for (v, a), b in constants}
-    mixers: dict[Var, str] = {}
+    mixers: dict[Atom, str] = {}
     for a, b in zip(full.eqns, one.eqns, strict=True):
         first = next((mixers[v] for v in reads(a) if v in mixers), a.primitive.name)
         for v, w, label in zip(a.outvars, b.outvars, through(a, b, labels), strict=True):
@@ -175,7 +175,7 @@ def labelled(
     return labels, mixers
 
 
-def label(atom: Atom, one: Atom, known: dict[Any, Label]) -> Label:
+def label(atom: Atom, one: Atom, known: dict[Var, Label]) -> Label:
     """Returns the label of an operand."""
     if is_var(atom) and is_var(one):
         return known[atom]
@@ -186,7 +186,7 @@ def label(atom: Atom, one: Atom, known: dict[Any, Label]) -> Label:
     return SAME if same else MIXED
 
 
-def through(full: JaxprEqn, one: JaxprEqn, known: dict[Any, Label]) -> list[Label]:
+def through(full: JaxprEqn, one: JaxprEqn, known: dict[Var, Label]) -> list[Label]:
     """Returns the labels of an equation's results."""
     operands = [label(a, b, known) for a, b in zip(full.invars, one.invars, strict=True)]
     if MIXED in operands:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax import Array
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh
 
-from zerojax._jaxprs import is_var, type_of
+from zerojax._jaxprs import Atom, is_var, type_of
 from zerojax._types import PyTree
 from zerojax._update import rules as _rules
 from zerojax._update.rules import SAME, Flat, Label
@@ -98,8 +97,8 @@ class InParts:
         except Exception:
             self.one = dataclasses.replace(self.full, eqns=[])
         self.before: list[tuple[Var, Var]] = []  # values computed once, with partners in `one`
-        self.labels: dict[Any, Label] = {}
-        self.mixers: dict[Var, str] = {}
+        self.labels: dict[Var, Label] = {}
+        self.mixers: dict[Atom, str] = {}
         self.alike = self.full.is_like(self.one)
         if self.alike:
             inputs: list[Label] = [0 if i in stacked else SAME for i in range(len(shapes))]
