@@ -232,7 +232,8 @@ def test_the_papers_rows_are_all_stored_as_they_are_made_now():
 
     theory = importlib.import_module("paper_numbers").THEORY
     for degree, sizes in theory.items():
-        wanted = [degree * 32 / state_bytes(1, 64, stage, (2, 2, 12)) for stage in range(len(sizes))]
+        stages, widths = range(len(sizes)), (2, 2, 12)
+        wanted = [degree * 32 / state_bytes(1, 64, stage, widths) for stage in stages]
         assert sizes == pytest.approx(wanted, rel=0.03)
     digest = importlib.import_module("results").digest(BENCHMARKS / "paper.json").encode()
     pictures = (ROOT / "docs" / "pictures").glob("paper*.png")
