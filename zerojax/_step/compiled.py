@@ -10,7 +10,8 @@ import json
 import os
 import pathlib
 import pickle
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 from jax.core import Tracer
@@ -36,6 +37,16 @@ IN_THE_PROGRAM = (
 Facts = dict[str, str]  # what a program depends on, each as text that a digest may stand for
 
 
+class Replays(Protocol):
+    """What `zerojax.tools.replay` has run before a call of a step, on its arguments."""
+
+    def __call__(self, *args: PyTree, **named: PyTree) -> None: ...
+
+    def compiled(self, args: Sequence[PyTree]) -> "Replays":
+        """Returns the same for a compiled step, whose calls have a count of their own."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
     """A step that is compiled for one state and one shape of batches, and called like the step."""
@@ -45,6 +56,7 @@ class CompiledStep:
     facts: Facts
     known: Known | None  # a call that all processes have compared
     program: bytes = b""  # from a file: JAX may not write again what it has loaded
+    replays: Replays | None = None
 
     def __repr__(self) -> str:
         device = self.plan.mesh.devices.flat[0].device_kind
@@ -52,6 +64,8 @@ class CompiledStep:
 
     def __call__(self, state: PyTree, *args: PyTree) -> PyTree:
         """Runs the step on `(state, batch[, rng])`."""
+        if self.replays is not None:
+            self.replays(state, *args)
         with _arguments.explained((state, *args), {}, self.plan):
             leaves = jax.tree.leaves(state)
             self.plan._compare_new(leaves)

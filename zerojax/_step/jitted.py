@@ -1,5 +1,6 @@
 """A step as a jitted function, which each plan compiles with the XLA options that it needs."""
 
+import dataclasses
 import functools
 import math
 import os
@@ -28,7 +29,16 @@ from zerojax._run import agreement as _agreement
 from zerojax._specs import axes_size
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import shape_dtype
-from zerojax._step.compiled import PROGRAM, CompiledStep, Facts, at_rest, loaded, read, short
+from zerojax._step.compiled import (
+    PROGRAM,
+    CompiledStep,
+    Facts,
+    Replays,
+    at_rest,
+    loaded,
+    read,
+    short,
+)
 from zerojax._step.donated import PartlyDonated
 from zerojax._step.step_options import Notes, Recipe
 from zerojax._types import PyTree, kinds_of
@@ -79,9 +89,13 @@ class Step:
     """A jitted step, used like a function that `jax.jit` returns."""
 
     def __init__(
-        self, function: Callable[..., PyTree], recipe: Recipe, notes: Mapping[Plan, Notes]
+        self,
+        function: Callable[..., PyTree],
+        recipe: Recipe,
+        notes: Mapping[Plan, Notes],
+        replays: Replays | None = None,
     ) -> None:
-        self.recipe = recipe
+        self.recipe, self.replays = recipe, replays
         # Of each plan that JAX has traced the step for: a trace returns arrays only.
         self.notes = notes
         # Looking for infinities, JAX runs it a second time on the same state (`_loss/nans.py`).
@@ -102,6 +116,8 @@ class Step:
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         """Runs the step on `(state, batch[, rng])`."""
+        if self.replays is not None:
+            self.replays(*args, **named)
         with _arguments.explained(args, named, self.recipe.plan):
             jitted = self._for_args(*args, **named)
             plan, others = self._plan_for(args, named), args[1:]
@@ -124,7 +140,8 @@ class Step:
             on_cpus = plan.mesh.devices.flat[0].platform == "cpu"
             compiled = _compat.compiled_anew if on_cpus else jax.stages.Lowered.compile
             with working("compiling the step"):
-                return CompiledStep(compiled(lowered), plan, facts, known)
+                step = CompiledStep(compiled(lowered), plan, facts, known)
+        return self._checked_too(step, args)
 
     def load(self, path: str | os.PathLike[str], *args: PyTree) -> CompiledStep:
         """Loads what `compile(*args).save(path)` has written. `args` are those of the call.
@@ -137,7 +154,12 @@ class Step:
         """
         written = read(path)
         with _arguments.explained(args, {}, self.recipe.plan):
-            return loaded(path, *written, *self._lowered(args))
+            step = loaded(path, *written, *self._lowered(args))
+        return self._checked_too(step, args)
+
+    def _checked_too(self, step: CompiledStep, args: Sequence[PyTree]) -> CompiledStep:
+        replays = self.replays and self.replays.compiled(args)
+        return dataclasses.replace(step, replays=replays)
 
     def _lowered(
         self, args: Sequence[PyTree]

@@ -7,9 +7,8 @@ step's own program as it is. Costs a second program, and two runs of it for each
 import dataclasses
 import functools
 import json
-import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import jax
@@ -17,14 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _axis_types, _compat
 from zerojax._declared import checked
-from zerojax._features.xla_options import XlaOptions
 from zerojax._loss.arguments import find_plan
-from zerojax._plan.plan import Plan
 from zerojax._run import agreement as _agreement
 from zerojax._state import state as _state
 from zerojax._step.compiled import CompiledStep
@@ -70,50 +66,49 @@ def replay(step: S, *, every: int) -> S:
     source: PyTree = step
     if hasattr(source, "pure"):  # of nnx
         return type(source)(replay(source._functional, every=every))
-    if hasattr(source, "replays"):
-        raise TypeError(
-            f"step={step!r} checks the devices already. Pass the step that it was made from."
-        )
     if not isinstance(source, Step) or not source.recipe.options.differentiates:
         raise TypeError(
             f"step={step!r} is no training step. Pass one of zerojax.train_step or "
             "zerojax.nnx.train_step that is not compiled yet, and compile the result."
         )
-    source = ReplayedStep(source, every)
+    if source.replays is not None:
+        raise TypeError(
+            f"step={step!r} checks the devices already. Pass the step that it was made from."
+        )
+    source = Step(
+        source._function, source.recipe, source.notes, Checks(every, source, _checking(source))
+    )
     return source
 
 
-class Checking(Step):
-    """The program that checks: a step that donates nothing, and sums up what devices send."""
+def _checking(step: Step) -> Step:
+    """Returns what checks: a step that donates nothing, and sums up what devices send."""
+    options, schedule = step.recipe.options, step.recipe.options.schedule
+    # Without a GPU to try kernels on, XLA has no deterministic matmul to choose.
+    if jax.default_backend() == "gpu":
+        more = {**(schedule.compiler_options or {}), _blame.DETERMINISTIC: True}
+        schedule = dataclasses.replace(schedule, compiler_options=more)
+    options = dataclasses.replace(options, donate=False, schedule=schedule)
+    kept = train_step(step.recipe.loss_fn, **vars(options))
 
-    def __init__(self, step: Step) -> None:
-        options = dataclasses.replace(step.recipe.options, donate=False)
-        kept = train_step(step.recipe.loss_fn, **vars(options))
+    def checking(state: PyTree, batch: PyTree, rng: PyTree = None) -> tuple:
+        witness = Witness(find_plan(state, step.recipe.plan).mesh)
+        args = state, batch, rng
+        closed, shapes = jax.make_jaxpr(kept._function, return_shape=True)(*args)
+        with _axis_types.auto_axes():
+            outs, sums = witness.run(_compat.opened(closed), jax.tree.leaves(args))
+        return *jax.tree.structure(shapes).unflatten(outs), sums
 
-        def checking(state: PyTree, batch: PyTree, rng: PyTree = None) -> tuple:
-            witness = Witness(find_plan(state, step.recipe.plan).mesh)
-            args = state, batch, rng
-            closed, shapes = jax.make_jaxpr(kept._function, return_shape=True)(*args)
-            with _axis_types.auto_axes():
-                outs, sums = witness.run(_compat.opened(closed), jax.tree.leaves(args))
-            return *jax.tree.structure(shapes).unflatten(outs), sums
-
-        super().__init__(checking, kept.recipe, {})
-
-    def _chosen_options(self, plan: Plan, trace: Callable[[], ClosedJaxpr]) -> XlaOptions:
-        options, device = super()._chosen_options(plan, trace), plan.mesh.devices.flat[0]
-        # Without a GPU to try kernels on, XLA has no deterministic matmul to choose.
-        runs = _compat.is_gpu(device) and not _compat.is_compile_only(device)
-        return options | {_blame.DETERMINISTIC: True} if runs else options
+    return Step(checking, kept.recipe, {})
 
 
 @dataclasses.dataclass
-class Replays:
+class Checks:
     """Checks the first call, and each `every`-th one after it."""
 
     every: int
     step: Step
-    checking: Checking | CompiledStep
+    checking: Step | CompiledStep
     calls: int = 0
 
     def __call__(self, *args: PyTree, **named: PyTree) -> None:
@@ -127,6 +122,10 @@ class Replays:
         if self.calls % self.every == 0:
             self.check(*args, **named)
         self.calls += 1  # one that is refused is no call
+
+    def compiled(self, args: Sequence[PyTree]) -> "Checks":
+        """Returns the checks of a compiled step, whose calls have a count of their own."""
+        return dataclasses.replace(self, checking=_checking(self.step).compile(*args), calls=0)
 
     def check(self, *args: PyTree, **named: PyTree) -> None:
         plan = find_plan(args[0] if args else named.get("state"), self.step.recipe.plan)
@@ -177,38 +176,3 @@ def _rows(sent: PyTree, held: PyTree, specs: tuple, mesh: Mesh) -> Array:
     checksums = program(_axis_types.computed_with(sent), tuple(near))
     # On all devices, so that every process reads them.
     return lax.with_sharding_constraint(checksums, NamedSharding(mesh, PartitionSpec()))
-
-
-class ReplayedStep(Step):
-    """A step that checks some of its calls before it runs them."""
-
-    def __init__(self, step: Step, every: int) -> None:
-        super().__init__(step._function, step.recipe, step.notes)
-        self.replays = Replays(every, step, Checking(step))
-
-    def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
-        self.replays(*args, **named)
-        return super().__call__(*args, **named)
-
-    def compile(self, *args: PyTree) -> CompiledStep:
-        return self._compiled(super().compile(*args), args)
-
-    def load(self, path: str | os.PathLike[str], *args: PyTree) -> CompiledStep:
-        return self._compiled(super().load(path, *args), args)
-
-    def _compiled(self, step: CompiledStep, args: Sequence[PyTree]) -> CompiledStep:
-        """Returns the compiled step, whose calls have a count of their own."""
-        checking = Checking(self).compile(*args)
-        replays = dataclasses.replace(self.replays, checking=checking, calls=0)
-        return CompiledReplay(**vars(step), replays=replays)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class CompiledReplay(CompiledStep):
-    """A compiled step that checks some of its calls before it runs them."""
-
-    replays: Replays = dataclasses.field(kw_only=True)
-
-    def __call__(self, state: PyTree, *args: PyTree) -> PyTree:
-        self.replays(state, *args)
-        return super().__call__(state, *args)
