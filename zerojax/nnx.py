@@ -38,6 +38,7 @@ from zerojax._loss.trace import split_aux
 from zerojax._plan import move as _move, planner as _planner, quantize as _quantize
 from zerojax._plan.plan_options import PlanOptions
 from zerojax._state import carried as _carried, nnx_state as _nnx_state, refusals as _refusals
+from zerojax._state.nnx_structure import Structure
 from zerojax._state.state import NNX_FIELDS, state_of
 from zerojax._step import step as _step
 from zerojax._step.step_options import LossOptions, StepOptions
@@ -203,6 +204,7 @@ class ModelStep:
 
     def __init__(self, functional: Callable[..., PyTree]) -> None:
         self._functional = functional
+        self._structure = Structure()
 
     def __repr__(self) -> str:
         return repr(self._functional)
@@ -211,7 +213,7 @@ class ModelStep:
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, rng: PyTree = None
     ) -> tuple:
         _nnx_state.check_arguments(model, batch, rng)
-        placed = state(model, optimizer)
+        placed = self._structure.state(model, optimizer)
         plan = _carried.carried_plan(placed)
         if plan is None:
             raise ValueError(
@@ -226,7 +228,7 @@ class ModelStep:
             placed = treedef.unflatten(leaves)
             update(model, optimizer, placed)
             # New variables may show logical values only now.
-            placed = state(model, optimizer) if plan._pads_params else placed
+            placed = self._structure.state(model, optimizer) if plan._pads_params else placed
         # A step returns replicated counts; from counts elsewhere, it would compile a second time.
         everywhere = NamedSharding(plan.mesh, PartitionSpec())
         for variable in _nnx_state.stream_variables(rng, nnx.RngState):
@@ -262,7 +264,7 @@ class ModelStep:
         metrics = step(*args)
         if isinstance(metrics, tuple):  # of a training step
             new, metrics = metrics
-            update(model, optimizer, new)
+            self._structure.update(model, optimizer, new)
         aux = metrics.pop("aux", {})
         _nnx_state.advance(rng, aux.pop("drawn", []))
         return metrics | aux

@@ -310,6 +310,7 @@ def test_a_nnx_model_trains_over_codes_in_place():
     assert model.up.kernel.get_raw_value().rows.addressable_shards[0].data.nbytes == DIM * 68 // 8
     value = step(model, optimizer, BATCH)["loss"]
     assert step(model, optimizer, BATCH)["loss"] < value
+    assert step._structure.places is not None  # the objects are not split at each call
     nnx.update(model, full)
     assert_close(value, loss(model, BATCH))
 

@@ -1,4 +1,4 @@
-"""A step of a nnx model sees what the user changes in it between two calls."""
+"""A step splits a nnx model and its optimizer once, and again after the user has changed them."""
 
 import gc
 import weakref
@@ -53,6 +53,14 @@ def placed(of: type = Chain, **options):
     return zerojax.nnx.shard(*make(of, tx=ADAM, **options), stage=3, mesh=TWO)
 
 
+@pytest.fixture
+def splits(monkeypatch):
+    """The classes of the objects that were split."""
+    seen, split = [], nnx.split
+    monkeypatch.setattr(nnx, "split", lambda m, *f: (seen.append(type(m)), split(m, *f))[1])
+    return seen
+
+
 def trained(step, model, optimizer, calls=2):
     for _ in range(calls):
         wanted = loss(model, X)
@@ -62,9 +70,10 @@ def trained(step, model, optimizer, calls=2):
 @pytest.mark.parametrize(
     "options", [dict(), dict(of=Tied), dict(wrt=nnx.All(nnx.Param, nnx.PathContains("layers")))]
 )
-def test_an_unchanged_model_compiles_once(options, compiled):
+def test_an_unchanged_model_is_split_once(options, splits, compiled):
     model, optimizer = placed(**options)
     plain, plain_optimizer = make(options.pop("of", Chain), tx=ADAM, **options)
+    del splits[:]
     step, evaluate = zerojax.nnx.train_step(loss), zerojax.nnx.eval_step(loss)
     for _ in range(3):
         trained(step, model, optimizer, 1)
@@ -72,6 +81,7 @@ def test_an_unchanged_model_compiles_once(options, compiled):
         assert float(evaluate(model, optimizer, X)["loss"]) == pytest.approx(wanted, rel=1e-5)
         grads = nnx.grad(loss, argnums=nnx.DiffState(0, plain_optimizer.wrt))(plain, X)
         plain_optimizer.update(plain, grads)
+    assert splits == [type(model)] * 2  # once by each step
     assert compiled.count("jit(step)") == 2
     assert int(optimizer.step[...]) == 3
     assert_close(params_of(model), params_of(plain), 2e-5)
@@ -95,15 +105,17 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_changed_model_is_trained_as_it_is_now(change):
+def test_a_changed_model_is_trained_as_it_is_now(change, splits):
     model, optimizer = placed()
     step = zerojax.nnx.train_step(loss)
     trained(step, model, optimizer)
     before, old = jax.tree.map(np.asarray, params_of(model)), float(loss(model, X))
     change(model)
     assert abs(float(loss(model, X)) - old) > 1e-3, "the change changes the loss"
+    del splits[:]
     changed = jax.tree.map(np.asarray, params_of(model))
     trained(step, model, optimizer, 3)
+    assert splits == [Chain]
     for was, now in zip(jax.tree.leaves(changed), jax.tree.leaves(params_of(model)), strict=True):
         assert (was != now).any(), "all of the model's present parameters learn"
     assert jax.tree.structure(before) == jax.tree.structure(changed)
@@ -176,6 +188,39 @@ def test_a_step_keeps_no_model_alive():
     gc.collect()
     assert [ref() for ref in left] == [None, None]
     assert step._functional is not None
+
+
+def test_objects_that_only_their_class_can_open_are_split_each_time(splits):
+    """A step cannot see a change in them otherwise."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Box:
+        def __init__(self, inside):
+            self.inside = inside
+
+        def tree_flatten(self):
+            return (self.inside,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, inside):
+            return cls(*inside)
+
+    class Boxed(Chain):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.box = nnx.data(Box(nnx.Param(jnp.full(16, 2.0))))
+
+        def __call__(self, x):
+            return super().__call__(x * self.box.inside)
+
+    model, optimizer = placed(Boxed)
+    step = zerojax.nnx.train_step(loss)
+    trained(step, model, optimizer)
+    model.box.inside = nnx.Param(jnp.full(16, 0.3))
+    del splits[:]
+    trained(step, model, optimizer)
+    assert splits == [Boxed] * 2
+    assert not np.allclose(model.box.inside[...], 0.3)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
