@@ -11,7 +11,6 @@ GiB of temporary memory in place of 5.8, or 6.8 with `activations="host"`. Costs
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -34,7 +33,6 @@ from zerojax._jaxprs import (
     is_var,
     reads,
     type_of,
-    unclosed,
 )
 from zerojax._kernel.pieces import CONST, WEIGHT
 from zerojax._passes.loss import Loss
@@ -87,7 +85,7 @@ def layered(loss: Loss, count: int, is_split: Sequence[bool], must: bool) -> Los
             raise _NoLayersError("the loss has no scan over stacked parameters. " + STACK_THEM)
         shapes = map(stacked, loss.jaxpr.invars, kinds)
         shapes = typed(list(shapes), jax.sharding.get_abstract_mesh())
-        jaxpr, consts = unclosed(jax.make_jaxpr(of_all)(*shapes))
+        return loss.retraced(of_all, *shapes, layered=True)
     except _NoLayersError as error:
         if must:
             raise ValueError(
@@ -97,8 +95,6 @@ def layered(loss: Loss, count: int, is_split: Sequence[bool], must: bool) -> Los
         note = f"order='layers' is left out: {error}, or pass Schedule(order='microbatches')"
         warn(f"{note}.")
         return loss.noting(note)
-    jaxpr, constants = _compat.without_unread(jaxpr), (*loss.constants, *consts)
-    return dataclasses.replace(loss, jaxpr=jaxpr, constants=constants, layered=True)
 
 
 class _Layered:

@@ -9,11 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Jaxpr
 from jax.typing import ArrayLike, DTypeLike
 
+from zerojax import _compat
+from zerojax._jaxprs import unclosed
 from zerojax._kernel.places import LeafPlan
 
 Stack = tuple[int, ...]  # the positions of the parameters that it stacks, a layer's each
@@ -63,16 +66,18 @@ def _layers_of(stack: Array) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss as code of one device. Passes read it and return another; nothing else changes one.
+    """A loss as code of one device, on one microbatch of its rows. A pass returns another one.
 
-    The inputs of `jaxpr` are the parameters, of which `params` are the plans; the arguments; what
-    the loss closes over; the `counts` that `counter` returns; and `constants`. The counter takes
-    the same as the loss, but for the parameters and the counts, on each microbatch before the
-    first one runs. If it is `layered`, the loss takes all microbatches at once.
+    The inputs of `jaxpr`, which has no constvars, are the parameters, of which `params` are the
+    plans; the arguments; what the loss closes over; the counts that `counter` returns; and
+    `constants`. The counter takes the same as the loss, but for the parameters and the counts, on
+    each microbatch before the first one runs. Over mesh axes of the user's own, shapes are whole.
 
-    The outputs are the loss and the leaves of its aux, and then one for each name in `metrics`. A
-    step returns their means over devices and microbatches among its metrics. `notes` are for the
-    user, where the step is printed.
+    The outputs are the loss, which may be scaled (`dynamic_scale`), the leaves of its aux, and one
+    for each name in `metrics`. Steps return their means over devices and microbatches, in float32
+    at least, among their metrics, so the names must be new. If it is `layered`, the loss takes what
+    differs by microbatch stacked, and returns all outputs stacked. `notes` are for the user, where
+    the step is printed.
     """
 
     jaxpr: Jaxpr
@@ -86,6 +91,15 @@ class Loss:
 
     def noting(self, *notes: str) -> "Loss":
         return dataclasses.replace(self, notes=(*self.notes, *notes))
+
+    def retraced(self, function: Callable[..., Any], *types: Any, **changes: Any) -> "Loss":
+        """Returns the loss that a function of its inputs computes: one that runs the old jaxpr with
+        more outputs, say. The inputs may have other `types`. Call it where passes run."""
+        types = types or tuple(v.aval for v in self.jaxpr.invars)
+        jaxpr, consts = unclosed(jax.make_jaxpr(function)(*types))
+        constants = (*self.constants, *consts)
+        jaxpr = _compat.without_unread(jaxpr)
+        return dataclasses.replace(self, jaxpr=jaxpr, constants=constants, **changes)
 
 
 Pass: TypeAlias = Callable[[Loss], Loss]

@@ -109,7 +109,7 @@ def _calls(eqn: JaxprEqn, name: str) -> bool:
 # That count must exist before the first one runs, so what computes it becomes a jaxpr of its own,
 # and the loss takes it as an input. Then the parts of the loss add up, provided that each mean
 # enters it linearly.
-def applies(loss: Loss) -> bool:
+def has_counts(loss: Loss) -> bool:
     """Whether a loss counts over the devices."""
     return _has_counts(loss.jaxpr)
 
@@ -135,8 +135,9 @@ def with_counts_first(loss: Loss) -> Loss:
                 "accumulate=: its count is needed before the microbatches run. Call it outside "
                 "of loops and jax.checkpoint, or use accumulate=1."
             )
-    params, wanted = jaxpr.invars[: len(loss.params)], [eqn.invars[0] for eqn in counts]
-    others, constants = jaxpr.invars[len(params) :], [*inliner.constants]
+    wanted, first = [eqn.invars[0] for eqn in counts], len(jaxpr.invars) - len(loss.constants)
+    params, others = jaxpr.invars[: len(loss.params)], jaxpr.invars[len(loss.params) : first]
+    constants = [*jaxpr.invars[first:], *inliner.constants]
     invars = [*params, *others, *(eqn.outvars[0] for eqn in counts), *constants]
     outvars = [inliner.named(v) for v in jaxpr.outvars]
     new = _compat.make_jaxpr(kept, invars, outvars)
@@ -155,7 +156,7 @@ def with_counts_first(loss: Loss) -> Loss:
             "use accumulate=1."
         )
     counter = _compat.make_jaxpr(needed, [*others, *constants], wanted)
-    constants = tuple(inliner.constants.values())
+    constants = (*loss.constants, *inliner.constants.values())
     return dataclasses.replace(loss, jaxpr=new, counter=counter, constants=constants)
 
 

@@ -83,7 +83,7 @@ def _stacked_leaf(leaves: Sequence[LeafPlan]) -> LeafPlan:
     )
 
 
-def applies(loss: Loss, when: bool | str, is_sharded: bool) -> bool:
+def may_roll(loss: Loss, when: bool | str, is_sharded: bool) -> bool:
     """Whether to look for layers in a loss: the user asks for it, or enough of its weights are
     alike, or are read by calls of `jax.checkpoint`."""
     if when != "auto" or not is_sharded:
