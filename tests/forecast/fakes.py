@@ -132,10 +132,10 @@ def recorded(monkeypatch, name, result):
 
 
 def replaced(monkeypatch, name, function):
-    """Has the command line call another function in the place of `zerojax.tools.<name>`."""
-    function.__signature__ = inspect.signature(getattr(zerojax.tools, name))
-    for module in (zerojax, zerojax.tools):
-        monkeypatch.setattr(module, name, function, raising=False)
+    """Has the command line call another function in the place of `zerojax.<name>` or of tools'."""
+    home = zerojax if hasattr(zerojax, name) else zerojax.tools
+    function.__signature__ = inspect.signature(getattr(home, name))
+    monkeypatch.setattr(home, name, function)
 
 
 # -- forecasts
