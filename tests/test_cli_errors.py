@@ -15,7 +15,7 @@ BAD = {
     "failing": (("audit", "mymodel:failing"), "no data at all"),
     "syntax": (("forecast", "broken:model"), "broken:model cannot be imported: "),
     "theirs": (("forecast", "theirs:f"), "KeyError: 'missing' ("),
-    "chosen step": (("forecast", "mymodel:step", "--choose"), "to --choose, return (loss_fn, mak"),
+    "chosen step": (("forecast", "mymodel:step", "--choose"), "To --choose, return (loss_fn, mak"),
     "untraceable": (("forecast", "mymodel:untraceable", "--stages", "3"), "oncret"),
     "one axis": (("forecast", *NAMED, "batch", "--groups", "params=gpu"), "must be two names: of"),
     "what to keep": (("forecast", "124m", "--remat", "q+k"), "none, dots, full, or"),

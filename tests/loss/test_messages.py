@@ -128,14 +128,14 @@ IN_ANOTHERS_PLACE = [
     (lambda: zerojax.train_step(made()), r"the loss is a TrainState. Pass"),
     (train(noisy), r"the loss with \(params, batch\): .*Pass .* key after.*random.key\(n\)"),
     (lambda: STEP(placed(), BATCH, KEY), r"\(params, batch, rng\): .*leave it out, step"),
-    (lambda: shard_batch(BATCH, made()), r"a TrainState that carries no plan.*shard_train_state"),
+    (lambda: shard_batch(BATCH, made()), r"TrainState, which carries no plan.*shard_train_state"),
     (
         lambda: pad_batch(BATCH, like=nnx_model()),
-        r"a Linear that carries.*optimizer from zerojax.n",
+        r"Linear, which carries.*optimizer from zerojax.n",
     ),
     (
         lambda: process_slice(16, like=8),
-        r"like= is a int that carries no plan\. Pass the plan, a s",
+        r"like= has the type int, which carries no plan\. Pass the plan, a s",
     ),
     (lambda: zerojax.mean(BATCH, where=BATCH), r"float32.*takes no weights. Pass weights > 0"),
     (lambda: pad_batch(["a"]), r"batch leaf 0 is a str.*leave it out of the batch"),

@@ -395,10 +395,11 @@ def mesh_and_axes(like: PyTree) -> tuple[Mesh, tuple[str, ...]]:
             return _mesh.resolve(mesh, None)
         return _mesh.resolve(mesh, mesh.axis_names)
     plan = like if isinstance(like, Plan) else _carried.carried_plan(like)
-    if plan is None:
+    plan = getattr(like, "plan", None) if plan is None else plan  # of a placed state's `tx`
+    if not isinstance(plan, Plan):
         raise TypeError(
-            f"like= is a {type(like).__name__} that carries no plan. Pass the plan, a state from "
-            "zerojax.shard_train_state, an optimizer from zerojax.nnx.shard, or a "
+            f"like= has the type {type(like).__name__}, which carries no plan. Pass the plan, a "
+            "state from zerojax.shard_train_state, an optimizer from zerojax.nnx.shard, or a "
             "jax.sharding.Mesh whose axis data, or else all axes, split the rows."
         )
     return plan._given_mesh or plan.mesh, plan.batch_axes

@@ -171,7 +171,7 @@ def loss_and_grads(
         norms=list(map(jnp.sqrt, results.squares)),
         normed={at for k in program.normed for at in program.loss.feed.stacks[k]},
         sums=known,
-        notes=Notes(program.loss.notes, kept),
+        notes=Notes(program.loss.notes, kept, program.rounds),
         metrics=dict(zip(program.loss.metrics, more, strict=True)),
     )
 

@@ -18,7 +18,7 @@ from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import is_float
 from zerojax._state import carried as _carried
-from zerojax._step.step import Recipe
+from zerojax._step.step_options import Notes, Recipe
 from zerojax._types import Device, PyTree
 from zerojax.tools import _flops
 from zerojax.tools._audit.measurement import BF16, OURS, Flops, Reading
@@ -69,15 +69,14 @@ def audit(
     gpu = _checked(plan, gpu, per_host=per_host, accumulate=accumulate)
     args = [arg for arg in (state, batch, rng) if arg is not None]
     recipe, program, text, warnings = getattr(step, "recipe", None), None, step, []
-    layers: Sequence[str] = ()
+    notes: Notes | None = None
     if not isinstance(step, str):
         # The plan by which the state was placed, as the step keeps to it.
         plan = _carried.carried_plan(state) or plan or (recipe.plan if recipe else None)
         placed = plan
         plan = plan._regathering(recipe.options.schedule.regather) if plan and recipe else plan
         program, warnings = _compiled(step, state, batch, args)
-        notes = getattr(step, "notes", {}).get(placed)
-        layers = notes.layers if notes else ()
+        notes = step.notes.get(placed) if isinstance(step, Step) and placed else None
         text = program.as_text() or ""
     # One of the devices that the program was compiled for, where it or its plan says.
     shardings = jax.tree.leaves(getattr(program, "input_shardings", None))
@@ -89,6 +88,7 @@ def audit(
     per_host = module.devices if backend == "tpu" else per_host  # their links pass hosts
     per_host = per_host or (_mesh.on_one_host(plan.mesh) if plan else DEFAULT_PER_HOST)
     replay = _timeline.replay(module, (gpu or _gpus.GPUS[UNKNOWN_GPU]).rates, per_host)
+    rounds = notes.rounds if notes else recipe.options.rounds if recipe else 1
     reading = Reading(module, plan, replay.collectives)
     return Report(
         module=module,
@@ -99,13 +99,13 @@ def audit(
         per_host=min(per_host, module.devices),
         plan=plan,
         memory=reading.memory(program),
-        accumulate=accumulate or (recipe.options.rounds if recipe else 1),
+        accumulate=accumulate or rounds,
         trains=recipe is None or recipe.options.differentiates,
         not_donated=tuple(reading.not_donated()),
         placement=tuple(reading.misplaced()),
         kept=tuple(dict.fromkeys(reading.kept())),
         warnings=tuple(warnings),
-        layers=tuple(layers),
+        layers=notes.layers if notes else (),
         backend=backend,
         written=written(step, args, device),
         asked=_asked(plan, recipe),

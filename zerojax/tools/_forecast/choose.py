@@ -337,8 +337,8 @@ def choose(
         raise TypeError(
             "You passed a step, which already has its options; choose looks for these. Pass the "
             "loss, with precision=, mutable= and tx= where the step has them; of Flax nnx also a "
-            "function that returns model and optimizer; to --choose, return (loss_fn, make_state, "
-            "batch), with a TrainState from make_state."
+            "function that returns model and optimizer. To --choose, return (loss_fn, make_state, "
+            "batch)."
         )
     shared: PyTree = {"tx": tx, "mutable": mutable, "precision": precision, "axis": axis}
     options = WorkOptions(tokens=tokens, rates=rates, per_host=per_host, **shared)
