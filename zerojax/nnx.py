@@ -125,6 +125,7 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
     if optimizer is None:
         make = functools.partial(_pair, model)
         source: PyTree = functools.partial(_nnx_state.made_state, make)
+        # `state_of` leaves no tracers in closures of modules and the optimizer.
         made = functools.partial(state_of, lambda: nnx.split(make()))
         made = seen_as(jax.sharding.get_abstract_mesh())(made)
         with seen_as(NO_MESH):  # Flax looks for axes of annotations, which the mesh may lack.

@@ -9,8 +9,7 @@ array, and a subclass drops the padding in `get_value`: a model computes with th
 written for, while `nnx.jit` gets arrays that the devices divide. Attributes of the values
 (`kernel.T`) are those of the logical array, attributes of its place (`kernel.sharding`) those of
 the raw one. nnx deprecates its hooks for such uses, and asks for subclasses. Variables stay the
-same objects, because users hold them, and optimizers and tied layers share them: they get another
-class.
+same objects: [Note: the class of a variable], in `patches.py`.
 """
 
 import copy
@@ -34,6 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, computed_with, explicit_sharding, typed, typed_as
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
+from zerojax._state.patches import set_class
 from zerojax._state.state import OTHER, PARAMS
 from zerojax._types import PyTree, Shape
 
@@ -184,7 +184,7 @@ def makes_objects(make: PyTree) -> bool:
     if not _refusals.accepts(make, (), {}):
         return False
     call, verdicts = functools.partial(called, make), []
-    jax.eval_shape(lambda: verdicts.append(_has_objects(_state.state_of(call))))
+    jax.eval_shape(lambda: verdicts.append(_has_objects(_state.made_by(call))))
     return verdicts[0]
 
 
@@ -364,7 +364,7 @@ def _show_logical(model: nnx.Module, plan: _carried.CarriedPlan) -> None:
             )
         rests = Rests(leaf.shape, leaf.padded_shape, leaf.rest.sharding(plan.mesh))
         if not isinstance(variable, Padded):
-            variable.__class__ = _padded_class(type(variable))
+            set_class(variable, _padded_class(type(variable)))
         if variable.get_metadata(RESTS, None) != rests:
             variable.set_metadata(RESTS, rests)
 

@@ -8,17 +8,22 @@ parameters. No other package knows these container types.
 import contextlib
 import dataclasses
 import difflib
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
 from zerojax._axis_types import NO_MESH, seen_as
+from zerojax._state import patches as _patches
 from zerojax._types import PyTree, is_key
 
 NNX_FIELDS = ("variables",)  # what a loss of an nnx model updates besides the parameters
@@ -260,7 +265,7 @@ def is_state_function(state: object) -> bool:
     return isinstance(state, Callable) and not hasattr(state, PARAMS)
 
 
-def state_of(make_state: Callable[[], PyTree]) -> PyTree:
+def made_by(make_state: Callable[[], PyTree]) -> PyTree:
     """Calls a user's function; without the mesh that is set, if its axes are the reason for an
     error. Flax constrains a weight over the axes of its annotation, which the mesh may lack; nnx
     does so at once, with no mesh set too."""
@@ -275,3 +280,35 @@ def state_of(make_state: Callable[[], PyTree]) -> PyTree:
         with later, seen_as(NO_MESH), contextlib.suppress(Exception):
             return make_state()
         raise
+
+
+def state_of(make_state: Callable[[], PyTree]) -> PyTree:
+    """Returns the state that a function makes, without tracers in its static fields.
+
+    See [Note: what a made state keeps], in `patches.py`. It calls the function once, in its own
+    trace: if the function caches a value or sets an attribute, these have tracers of this call, and
+    another call would have others. A program that computes only the values of these tracers runs at
+    once, so one device has none of the state's other arrays.
+    """
+    calls: list[tuple[PyTree, list[bool], list[int]]] = []
+
+    def arrays() -> tuple[list[Tracer], list[Tracer]]:
+        leaves, treedef = jax.tree.flatten(made_by(make_state))
+        is_traced = [isinstance(leaf, Tracer) for leaf in leaves]
+        # Shapes in place of leaves, which must not outlive this trace.
+        fields = treedef.unflatten([shape_dtype(x) if isinstance(x, Tracer) else x for x in leaves])
+        kept = _patches.tracers_in(fields)
+        calls.append((fields, is_traced, list(map(id, kept))))
+        return list(itertools.compress(leaves, is_traced)), kept
+
+    run = jaxpr_as_fun(jax.make_jaxpr(arrays)())
+    fields, is_traced, kept = calls[0]
+    if kept:
+        # XLA leaves out the rest. Compiled first, it runs now instead of in the outer trace.
+        values = jax.jit(lambda: run()[-len(kept) :]).lower().compile()()
+        known = dict(zip(kept, values, strict=True))
+        fields = _patches.replaced(fields, lambda tracer: known[id(tracer)])
+    leaves, treedef = jax.tree.flatten(fields)
+    # A constant comes out as JAX's own literal, which in 0.10 may have no shape.
+    arrays_of_state, pairs = map(jnp.asarray, run()), zip(leaves, is_traced, strict=True)
+    return treedef.unflatten(next(arrays_of_state) if traced else leaf for leaf, traced in pairs)

@@ -18,6 +18,7 @@ from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import is_float
 from zerojax._state import carried as _carried
+from zerojax._step.jitted import Step
 from zerojax._step.step_options import Notes, Recipe
 from zerojax._types import Device, PyTree
 from zerojax.tools import _flops
