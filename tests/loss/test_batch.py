@@ -123,12 +123,13 @@ def test_a_batch_goes_where_a_plan_or_its_state_splits_it():
     assert zerojax.run.process_slice(4, like=plan) == slice(0, 4)  # 4 devices, not 8, split it
 
 
-def test_all_axes_of_a_mesh_split_the_rows_unless_one_is_called_data():
+def test_the_axis_data_of_a_mesh_splits_the_rows():
     types = (AxisType.Auto,) * 2
     levels, beside = zerojax.mesh(node=2, gpu=4), jax.make_mesh((4, 2), ("data", "tp"), types)
-    assert zerojax.shard_batch(np.arange(16.0), levels).sharding.spec == P(LEVELS)
+    with pytest.raises(ValueError, match=r"none of which is called 'data'.*like=state"):
+        zerojax.shard_batch(np.arange(16.0), levels)
     assert zerojax.shard_batch(np.arange(16.0), beside).sharding.spec == P(("data",))
     assert zerojax.pad_batch(np.ones(3), beside)[1].shape == (4,)
     assert zerojax.run.process_slice(4, like=beside) == slice(0, 4)
-    with jax.set_mesh(levels):
-        assert zerojax.shard_batch(np.arange(16.0)).sharding == NamedSharding(levels, P(LEVELS))
+    with jax.set_mesh(beside):
+        assert zerojax.shard_batch(np.arange(16.0)).sharding == NamedSharding(beside, P(("data",)))

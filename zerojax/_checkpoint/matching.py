@@ -1,6 +1,7 @@
 """Decides which saved leaf goes where, by name and strictly, and reads it there."""
 
 import math
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import zip_longest
 
@@ -74,18 +75,24 @@ def match(
     cast: bool,
     theirs: Mapping[str, str] | None = None,
     left_over: Sequence[str] = (),
+    empty: Iterable[str] = (),
 ) -> dict[str, PyTree]:
     """Returns, by name, the leaf of `like` that a saved leaf becomes; raises where trees differ.
 
     `shapes` are the logical shapes of padded leaves, which files hold without padding. `theirs` are
-    the names in the files, where they differ, and `left_over` those that become no leaf.
+    the names in the files, where they differ, and `left_over` those that become no leaf. `empty`
+    leaves of `like` have no elements, and are not among `leaves`.
     """
     if not isinstance(cast, bool):
         raise TypeError(f"cast={cast!r} must be True or False.")
     finds(ignore, "", "ignore=")  # raises for a wrong pattern
     names = {leaf.name for leaf in leaves}
     wanted = {leaf.name: leaf.value for leaf in leaves if not is_kept(leaf, keep)}
-    if keep is not None and len(wanted) == len(leaves):
+    # An optimizer may have no state, or no wrapper around it.
+    is_empty = keep and (
+        keep.startswith(_state.OPT_STATE) or any(re.search(keep, n) for n in empty)
+    )
+    if keep is not None and not is_empty and len(wanted) == len(leaves):
         raise ValueError(
             f"keep={keep!r} matches no leaf of like=. {_state.paths_like(keep, sorted(names))}"
         )

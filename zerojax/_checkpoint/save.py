@@ -167,7 +167,8 @@ def restore(
     leaves = [leaf for leaf in leaves if leaf.name not in values]
     conversion = _matching.Conversion(leaves, saved)
     saved = conversion.as_wanted() if conversion.is_needed else saved
-    wanted = _matching.match(leaves, saved, directory, shapes, keep=keep, ignore=ignore, cast=cast)
+    how: Any = {"keep": keep, "ignore": ignore, "cast": cast, "empty": values}
+    wanted = _matching.match(leaves, saved, directory, shapes, **how)
     conversion.check_whole(wanted, keep)
     handler = Handler(restore_concurrent_gb=_concurrent_gb(like))
     read = functools.partial(_matching.read, handler, directory, tree)

@@ -2,7 +2,8 @@
 
 Gains, modelled for 7.5B on 8 H100s (JAX 0.12): a peak of 14.7 GiB for 18.0, and 535 ms for 525;
 with the optimizer state in host memory 7.8 GiB for 11.2, and 553 ms for 686 at 50 GB/s, though 1369
-for 1143 at 12.5. Costs 250 lines of code, and 320 in `_update/`, which host memory needs as well.
+for 1143 at 12.5. Costs 310 lines of code with `updating.py`, and 330 in `_update/`, which host
+memory needs as well.
 """
 
 import copy

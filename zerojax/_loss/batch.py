@@ -309,8 +309,7 @@ def shard_batch(batch: PyTree, like: PyTree = None, *, batch_specs: PyTree = Non
     `train_step` takes host batches too; a batch that you place early travels while the step before
     it runs. Scalars and PRNG keys are replicated. The batch goes where the steps of `like` expect
     it: a plan, a placed state, or a placed `nnx.Optimizer`. Of a mesh, the axis `data` splits the
-    rows, or all of its axes if none has that name. By default that is the mesh of `jax.set_mesh`,
-    or one of all devices.
+    rows, or its only axis. By default that is the mesh of `jax.set_mesh`, or one of all devices.
 
     Each of several processes passes its own rows, as `zerojax.run.process_slice` counts them; the
     rows of all processes together are the batch.
@@ -321,7 +320,8 @@ def shard_batch(batch: PyTree, like: PyTree = None, *, batch_specs: PyTree = Non
         (1, 3)
     """
     _refusals.check_values(batch, "batch")
-    holder = {Mesh: "mesh", Plan: "plan"}.get(type(like), "state")
+    kinds = {"Mesh": "mesh", "Plan": "plan", "Optimizer": "optimizer"}
+    holder = kinds.get(type(like).__name__, "state")
     padding = f", like={holder}" * (like is not None)
     padding += ", batch_specs=batch_specs" * (batch_specs is not None)
     mesh, axes = mesh_and_axes(like)
@@ -391,16 +391,21 @@ def mesh_and_axes(like: PyTree) -> tuple[Mesh, tuple[str, ...]]:
     """Returns the mesh, and its axes that split a batch for the steps of `like`."""
     if like is None or isinstance(like, Mesh):
         mesh = _mesh.current() if like is None else like
-        if mesh is None or _mesh.DEFAULT_AXIS in mesh.axis_names:
+        if mesh is None or _mesh.DEFAULT_AXIS in mesh.axis_names or len(mesh.axis_names) == 1:
             return _mesh.resolve(mesh, None)
-        return _mesh.resolve(mesh, mesh.axis_names)
+        raise ValueError(
+            f"like= is a mesh of the axes {mesh.axis_names}, none of which is called "
+            f"{_mesh.DEFAULT_AXIS!r}: it does not say which ones split the rows. Pass the plan or "
+            "the placed state, like=state."
+        )
     plan = like if isinstance(like, Plan) else _carried.carried_plan(like)
     plan = getattr(like, "plan", None) if plan is None else plan  # of a placed state's `tx`
     if not isinstance(plan, Plan):
         raise TypeError(
             f"like= has the type {type(like).__name__}, which carries no plan. Pass the plan, a "
             "state from zerojax.shard_train_state, an optimizer from zerojax.nnx.shard, or a "
-            "jax.sharding.Mesh whose axis data, or else all axes, split the rows."
+            "jax.sharding.Mesh with an axis data, or with one axis. A tuple or dict carries no "
+            "plan: pass that from zerojax.plan."
         )
     return plan._given_mesh or plan.mesh, plan.batch_axes
 

@@ -4,7 +4,7 @@ over stacks of their weights, which a step makes of its shards.
 Gains what the loop over layers gains, for models without one: 24 checkpointed layers of 2048, 4 x
 1024 tokens each on 8 H100s, peak at 4.7 GiB in place of 7.2, and take 117 ms in place of 119.
 Without a checkpoint (`roll=True`) they peak at 15.2 GiB in place of 19.5, and take 125 ms in place
-of 95. Costs a copy of the shards, in the dtype in which they travel, and 550 lines of code with
+of 95. Costs a copy of the shards, in the dtype in which they travel, and 460 lines of code with
 `runs.py`.
 """
 

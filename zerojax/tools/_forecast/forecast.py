@@ -42,9 +42,15 @@ LEVELS = "node", "gpu"  # axes of the hosts, and of the GPUs of each
 
 
 def _tokens(tokens: object) -> object:
-    if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
+    if tokens is not None and (not isinstance(tokens, int | np.integer) or tokens < 1):
         raise ValueError(f"tokens={tokens!r} must be positive: how many a step trains on.")
     return tokens
+
+
+def _schedules(schedules: Sequence[Schedule] | Schedule) -> object:
+    for schedule in each_once(schedules):
+        check_schedule(schedule)
+    return schedules
 
 
 def _rates(rates: object) -> object:
@@ -106,7 +112,7 @@ class ForecastOptions(WorkOptions):
     schedule: Sequence[Schedule] | Schedule = option(  # type: ignore[reportIncompatibleVariableOverride]
         Schedule(),
         "of each step, one or several, as for `zerojax.train_step`.",
-        check=lambda schedules: [check_schedule(one) for one in each_once(schedules)],
+        check=_schedules,
     )
 
     def __post_init__(self) -> None:
