@@ -79,7 +79,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextlib.contextmanager
 def _named_types(
-    signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]
+    signature: inspect.Signature, args: Sequence[object], named: Mapping[str, object]
 ) -> Iterator[None]:
     try:
         yield
@@ -126,7 +126,7 @@ MEANT = {
 }
 
 
-def _is_of(value: Any, hint: Any) -> bool:
+def _is_of(value: Any, hint: object) -> bool:
     kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in (types.UnionType, typing.Union):
         return any(_is_of(value, part) for part in parts)
@@ -145,7 +145,7 @@ def _is_of(value: Any, hint: Any) -> bool:
     return not of_each or all(_is_of(each, parts[0]) for each in value)
 
 
-def _meant(hint: Any) -> list[str]:
+def _meant(hint: object) -> list[str]:
     kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in (types.UnionType, typing.Union):
         return list(dict.fromkeys(text for part in parts for text in _meant(part)))

@@ -17,13 +17,14 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
 from zerojax._types import Number
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 TEXT = str | bool  # what is aligned at the left
 Cell = TEXT | float | None  # numbers have a format; None is printed as "-"
 # An attribute of an item or a function of it, the format of numbers, and a sentence about it.
@@ -42,17 +43,17 @@ def total(*parts: Number) -> Number:
     return None if None in parts else sum(parts)
 
 
-def summed(pairs: Iterable[tuple[Any, float]]) -> Counter[Any]:
+def summed(pairs: Iterable[tuple[K, float]]) -> Counter[K]:
     """Adds up numbers by their keys."""
-    sums: Counter[Any] = Counter()
+    sums: Counter[K] = Counter()
     for key, number in pairs:
         sums[key] += number  # type: ignore
     return sums
 
 
-def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """Returns the items by their keys, both in their order."""
-    groups: dict[Any, list[T]] = {}
+    groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
