@@ -83,7 +83,7 @@ def test_a_plain_step_enters_few_files():
     assert not [file for file in files if file.startswith("_update/")]
     passes = {file for file in files if file.startswith("_passes/")}
     assert not passes & {"_passes/layered.py", "_passes/runs.py", "_passes/codes.py"}
-    assert frames <= 20
+    assert frames <= 21  # Python 3.11 has frames for comprehensions
 
 
 def test_the_kernel_gives_few_names():
