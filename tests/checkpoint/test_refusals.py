@@ -121,8 +121,9 @@ def test_a_path_is_a_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     zerojax.save("~/c", STATE)
     assert (tmp_path / "c" / "_METADATA").exists()
-    for path in (None, 3, b"c"):
-        refused = pytest.raises(TypeError, match=rf"{path} is not a path. Pass a str or a pathlib")
+    for path in (None, 3, b"c", {"w": jnp.ones(64)}):
+        shown = "a dict" if isinstance(path, dict) else path
+        refused = pytest.raises(TypeError, match=rf"{shown} is not a path. Pass a str or a pathlib")
         for call in (zerojax.Checkpoints, zerojax.checkpoint.read_extras):
             with refused:
                 call(path)

@@ -346,6 +346,8 @@ def test_integers_of_others_rest_and_travel_as_they_are():
 
 def test_what_the_optimizer_updates_is_not_put_into_codes():
     trained = train_state(PARAMS, optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"got a function\. Call it in the function that you pass"):
+        zerojax.quantize(lambda: trained)
     with pytest.raises(ValueError, match=r"found no frozen matrix in the state\. Pass where="):
         zerojax.quantize(trained)
     with pytest.raises(ValueError, match=r"params/base/w is stored in nf4.*Freeze it, as in optax"):

@@ -307,7 +307,8 @@ def _without_partials(tree: PyTree) -> PyTree:
 
 def absolute(path: str | os.PathLike) -> epath.Path:
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{path!r} is not a path. Pass a str or a pathlib.Path.")
+        shown = repr(path) if len(repr(path)) < 80 else f"a {type(path).__name__}"
+        raise TypeError(f"{shown} is not a path. Pass a str or a pathlib.Path, and then a state.")
     return epath.Path(path if "://" in str(path) else os.path.abspath(os.path.expanduser(path)))
 
 

@@ -64,6 +64,11 @@ def quantize(
         (256, 64)
     """
     _refusals.check_alive(state)
+    if callable(state) and jax.tree_util.all_leaves([state]):  # no module that is a pytree
+        raise TypeError(
+            "zerojax.quantize takes a state, got a function. Call it in the function that you pass "
+            "to zerojax.shard_train_state: lambda: zerojax.quantize(make_state())."
+        )
     if codes not in TOP_LEVELS:
         known = ", ".join(map(repr, TOP_LEVELS))
         raise ValueError(f"codes={codes!r} is not known. Pass one of {known}.")
