@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.tree_util import register_dataclass
 
 from zerojax import _compat
-from zerojax._jaxprs import Atom, Var, is_var, type_of
+from zerojax._jaxprs import Atom, Var, evaluate, is_var, type_of
 from zerojax._kernel import travel as _travel
 from zerojax._kernel.arrays import (
     Gradient,
@@ -251,8 +251,7 @@ class Body:
     def prefix(self, inputs: Sequence[Value], gathered: Weights) -> list[Array]:
         """Returns the frontier: gathered weights, and values computed from weights only."""
         env: Env = {**self.split.constants, **self._by_var(inputs), **gathered}
-        for eqn in self.split.prefix:
-            write(env, eqn.outvars, _compat.bind(eqn, read(env, eqn.invars)))
+        evaluate(self.split.prefix, env)
         return [env[v] for v in self.split.frontier]
 
     def main(self, frontier: Sequence[Array], rest: tuple[list[Value], list[Value]]) -> list[Array]:
@@ -395,10 +394,6 @@ class Body:
             made = any(varies.get(v, False) for v in eqn.invars if is_var(v))
             varies |= dict.fromkeys(eqn.outvars, made)
         return [varies.get(v, False) for v in self.split.frontier]
-
-
-def read(env: Env, atoms: Sequence[Atom]) -> list[Any]:
-    return [env[v] if is_var(v) else v.val for v in atoms]
 
 
 def read_arrays(env: Env, atoms: Sequence[Atom]) -> list[Any]:

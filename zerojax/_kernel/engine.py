@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr
 from jax.typing import DTypeLike
 
 from zerojax import _compat
-from zerojax._jaxprs import Atom, Var
+from zerojax._jaxprs import Atom, Var, read
 from zerojax._kernel.arrays import (
     Gradient,
     Value,
@@ -26,7 +26,6 @@ from zerojax._kernel.body import (
     How,
     Saved,
     mark,
-    read,
     read_arrays,
     wait,
     write,
