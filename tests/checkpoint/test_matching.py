@@ -38,6 +38,12 @@ REFUSED = [
         {"keep": "v$"},
         r"keep='v\$' matches no leaf of like=. Paths are.* w",
     ),
+    (
+        {"w": ONES},
+        {"w": ONES},
+        {"keep": "opt_state/hed"},
+        "keep='opt_state/hed' matches no leaf of",
+    ),
     (CHAIN, INSIDE, {}, r"or it was saved without Precision\(master=\) or Precision\(moments=\)"),
     (INSIDE, CHAIN, {}, r"it was saved with Precision\(master=\) or .*place like= with the same"),
 ]
@@ -54,6 +60,9 @@ def test_a_difference_is_an_error_that_names_it(tmp_path, saved, like, options, 
 
 # And what is read.
 ALLOWED = [
+    # An optimizer without state, and an array without elements.
+    ({"w": TWOS}, {"w": ONES}, {"keep": "opt_state"}, {"w": TWOS}),
+    ({"w": TWOS, "n": NONE}, {"w": ONES, "n": NONE}, {"keep": "n$"}, {"w": TWOS, "n": NONE}),
     ({"w": TWOS}, {"w": ONES, "b": B}, {"keep": "b$"}, {"w": TWOS, "b": B}),
     ({"w": TWOS, "b": B}, {"w": ONES}, {"ignore": "^(b|c)"}, {"w": TWOS}),
     ({"w": TWOS, "b": 2 * B}, {"w": ONES.T, "b": B}, {"keep": "w"}, {"w": ONES.T, "b": 2 * B}),

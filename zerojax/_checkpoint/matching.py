@@ -1,7 +1,6 @@
 """Decides which saved leaf goes where, by name and strictly, and reads it there."""
 
 import math
-import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import zip_longest
 
@@ -24,6 +23,8 @@ from zerojax._table import few
 from zerojax._types import PyTree, Shape, is_key
 
 PATHS_SHOWN = 5  # paths that a message names before it counts the rest
+# An optimizer may have no state, or no wrapper around it.
+MAY_BE_EMPTY = (_state.OPT_STATE, f"{_state.OPT_STATE}/inner")
 HOW_TO_KEEP = "keep=<path regex> keeps like='s own value"
 PADDED = (
     "; or the difference is padding, and a tuple or dict does not carry its plan: pass the plan as "
@@ -88,11 +89,8 @@ def match(
     finds(ignore, "", "ignore=")  # raises for a wrong pattern
     names = {leaf.name for leaf in leaves}
     wanted = {leaf.name: leaf.value for leaf in leaves if not is_kept(leaf, keep)}
-    # An optimizer may have no state, or no wrapper around it.
-    is_empty = keep and (
-        keep.startswith(_state.OPT_STATE) or any(re.search(keep, n) for n in empty)
-    )
-    if keep is not None and not is_empty and len(wanted) == len(leaves):
+    is_used = len(wanted) < len(leaves) or any(finds(keep, name, "keep=") for name in empty)
+    if keep is not None and not is_used and keep.strip("^/$") not in MAY_BE_EMPTY:
         raise ValueError(
             f"keep={keep!r} matches no leaf of like=. {_state.paths_like(keep, sorted(names))}"
         )
