@@ -8,18 +8,22 @@ message on a JAX whose internals have moved again.
 import functools
 import inspect
 import itertools
+import math
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.core import AbstractValue, Tracer
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import backend, core as jex_core
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.random import threefry2x32_p
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
@@ -148,6 +152,13 @@ def lines_of(eqn: JaxprEqn) -> Iterator[str]:
     yield from (f"{at.file_name}:{at.line_num}" for at in (traceback.frames if traceback else ()))
 
 
+def line_of(eqn: JaxprEqn) -> str:
+    """Returns the innermost line of an equation that is of no library, 'file.py:12', or ''."""
+    libraries = ("site-packages", f"{os.sep}zerojax{os.sep}")
+    lines = (line for line in lines_of(eqn) if not any(part in line for part in libraries))
+    return next(lines, "")
+
+
 def make_jaxpr(
     eqns: Sequence[JaxprEqn], invars: Sequence[Var], outvars: Sequence[Var | Literal]
 ) -> Jaxpr:
@@ -178,25 +189,60 @@ def with_inner_jaxpr(eqn: JaxprEqn, jaxpr: Jaxpr, added: Sequence[Var]) -> Jaxpr
 
 def derivatives(eqn: JaxprEqn) -> list[tuple[Jaxpr, Sequence[ArrayLike]]]:
     """Returns the jaxprs of the derivative that a user wrote for an equation, with constants."""
-    params = eqn.params
-    zeros = [False] * (len(eqn.invars) - params.get("num_consts", 0))
-    if thunk := params.get("jvp_jaxpr_fun"):
-        jaxpr, consts, *_ = thunk.call_wrapped(*zeros)
+    if thunk := eqn.params.get("jvp_jaxpr_fun"):
+        jaxpr, consts, *_ = thunk.call_wrapped(*_no_zeros(eqn))
         return [(jaxpr, consts)]
-    if not (thunk := params.get("fwd_jaxpr_thunk")):
+    if not eqn.params.get("fwd_jaxpr_thunk"):
         return []
-    jaxpr, consts = thunk.call_wrapped(*zeros)
-    _, residuals, places = params["out_trees"]()
+    forward, _, backward = vjp_rules(eqn)
+    return [forward, backward]
+
+
+def vjp_rules(
+    eqn: JaxprEqn,
+) -> tuple[tuple[Jaxpr, Sequence[ArrayLike]], list[int | None], tuple[Jaxpr, Sequence[ArrayLike]]]:
+    """Returns the jaxpr that returns what backward needs and then the results, and that of
+    backward. Between them, for each thing that it needs: which operand that is, if it is one."""
+    jaxpr, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*_no_zeros(eqn))
+    _, residuals, places = eqn.params["out_trees"]()
     kept = residuals.num_leaves - sum(place is not None for place in places)
     new = iter(jaxpr.outvars[:kept])
     avals = [next(new).aval if at is None else eqn.invars[at].aval for at in places]
     avals += [v.aval.to_tangent_aval() for v in jaxpr.outvars[kept:]]
     inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    return [(jaxpr, consts), opened(jax.make_jaxpr(params["bwd"].call_wrapped)(*inputs))]
+    backward = jax.make_jaxpr(eqn.params["bwd"].call_wrapped)(*inputs)
+    return (jaxpr, consts), list(places), opened(backward)
+
+
+def _no_zeros(eqn: JaxprEqn) -> list[bool]:
+    return [False] * (len(eqn.invars) - eqn.params.get("num_consts", 0))
 
 
 def run_jaxpr(jaxpr: Jaxpr, args: Sequence[ArrayLike]) -> list[Array]:
     return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(jaxpr, ()))(*args)
+
+
+def named_jit(function: Callable[..., PyTree], name: str) -> Callable[..., PyTree]:
+    """Returns a jitted function of this name."""
+    function.__name__ = function.__qualname__ = name
+    return jax.jit(function)
+
+
+def random_bits(key: Array, eqn: JaxprEqn, numbers: Callable[[Sequence[int]], Array]) -> Any:
+    """Returns, of the bits that `eqn` draws by a key, those of the elements of these numbers.
+
+    None where JAX's generator does not draw each element apart from the others.
+    """
+    shape, width = eqn.params["shape"], eqn.params["bit_width"]
+    is_threefry = str(jax.random.key_impl(key)) == "threefry2x32"
+    if not (jax.config.jax_threefry_partitionable and is_threefry) or key.shape:  # type: ignore
+        return None
+    if width == 64 or math.prod(shape) >= 2**32:
+        return None
+    low = numbers(shape)
+    words = jax.random.key_data(key)
+    pairs = threefry2x32_p.bind(*(jnp.full(low.shape, word) for word in words), low * 0, low)
+    return (pairs[0] ^ pairs[1]).astype(f"uint{width}")
 
 
 def bind(eqn: JaxprEqn, values: Sequence[ArrayLike]) -> list[Array]:
@@ -380,6 +426,7 @@ def caches_of_a_run() -> list[Any]:
 # -- cuDNN's attention
 
 ATTENTION = "dot_product_attention_fwd"  # how its primitives' names begin
+FUSED_ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
 CUDNN = 91000  # any version that JAX takes; a traced program names one
 
 

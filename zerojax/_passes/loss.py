@@ -75,7 +75,8 @@ class Loss:
 
     The outputs are the loss, which may be scaled (`dynamic_scale`), the leaves of its aux, and one
     for each name in `metrics`. Steps return their means over devices and microbatches, in float32
-    at least, among their metrics, so the names must be new. If it is `layered`, the loss takes what
+    at least, among their metrics, so the names must be new. Of leaves of the aux, a device may have
+    a block along one of the `out_dims`. If it is `layered`, the loss takes what
     differs by microbatch stacked, and returns all outputs stacked. `notes` are for the user, where
     the step is printed.
     """
@@ -88,6 +89,7 @@ class Loss:
     layered: bool = False
     metrics: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    out_dims: tuple[int | None, ...] = ()
 
     def noting(self, *notes: str) -> "Loss":
         return dataclasses.replace(self, notes=(*self.notes, *notes))

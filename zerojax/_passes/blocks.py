@@ -1,0 +1,342 @@
+"""Arrays that the devices of a mesh axis have in blocks along one dimension, and what moves them.
+
+A device has block s of `ceil(n / size)` elements of a dimension of length n. Where the axis does
+not divide n, the last blocks end with elements that do not count, whatever they are.
+"""
+
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import JaxprEqn
+from jax.typing import ArrayLike
+
+from zerojax._jaxprs import ELEMENTWISE, primitives, type_of
+from zerojax._types import Shape, wide
+
+# Of collectives, those that leave elements at their places.
+IN_PLACE = primitives("psum psum_invariant pmax pmin ppermute pvary pcast")
+SCATTERS = primitives("scatter scatter_add scatter-add scatter_mul scatter_min scatter_max")
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Which dimension of a value is in blocks: `dim`, or the middle one of `(outer, -1, inner)`,
+    which were joined to it. A value that was split over heads goes `home` to its tokens."""
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+    home: "Blocks | None" = dataclasses.field(default=None, compare=False)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.outer == self.inner == 1
+
+    def length(self, shape: Shape) -> int:
+        """Returns the length of the dimension that is in blocks."""
+        return shape[self.dim] // (self.outer * self.inner)
+
+    def moved(self, dims: Mapping[int, int]) -> "Blocks | None":
+        """Returns where the blocks are if each dimension becomes another one."""
+        if self.dim not in dims:
+            return None
+        home = self.home.moved(dims) if self.home else None
+        return dataclasses.replace(self, dim=dims[self.dim], home=home)
+
+    def reshaped(self, old: Shape, new: Shape, size: int) -> "Blocks | None":
+        """Returns where the blocks of `size` devices are after a reshape; None if they are torn."""
+        tokens, done = self.length(old), 1
+        before = math.prod(old[: self.dim]) * self.outer
+        after = math.prod(old[self.dim + 1 :]) * self.inner
+        for dim, length in enumerate(new):
+            left = math.prod(new[dim + 1 :])
+            if min(done, length, left) > 0 and before % done == 0 == after % left:
+                outer, inner = before // done, after // left
+                if length > 1 and outer * tokens * inner == length:
+                    return Blocks(dim, outer, 1 if tokens % size == 0 else inner)
+            # The dimension is taken apart, and its first part has whole blocks.
+            if done == before and length * left == tokens * after and length % size == 0:
+                return Blocks(dim)
+            done *= length
+        return None
+
+    def back(self, dims: Mapping[int, int]) -> "Blocks | None":
+        return self.moved({new: old for old, new in dims.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """The mesh axis over which blocks are, in code of one device."""
+
+    name: str
+    size: int
+
+    @property
+    def index(self) -> Array:
+        return lax.axis_index(self.name)
+
+    def block(self, length: int) -> int:
+        return -(-length // self.size)
+
+    def local(self, shape: Shape, at: Blocks | None) -> Shape:
+        """Returns the shape of what one device has of a value."""
+        if at is None:
+            return shape
+        block = self.block(at.length(shape))
+        return (*shape[: at.dim], at.outer * block * at.inner, *shape[at.dim + 1 :])
+
+    def cut(self, value: Array, at: Blocks) -> Array:
+        """Returns this device's block of a whole value."""
+
+        def cut(value: Array, dim: int) -> Array:
+            block = self.block(value.shape[dim])
+            value = lengthened(value, dim, block * self.size)
+            return lax.dynamic_slice_in_dim(value, self.index * block, block, dim)
+
+        return _opened(value, at, cut)
+
+    def gathered(self, value: Array, at: Blocks, shape: Shape) -> Array:
+        """Returns the whole value of these blocks."""
+
+        def gather(value: Array, dim: int) -> Array:
+            value = lax.all_gather(value, self.name, axis=dim, tiled=True)
+            return lax.slice_in_dim(value, 0, at.length(shape), axis=dim)
+
+        return _opened(value, at, gather)
+
+    def exchanged(self, value: Array, at: Blocks, to: Blocks, shape: Shape) -> Array:
+        """Returns the blocks along another dimension."""
+        if not (at.is_plain and to.is_plain):
+            return self.cut(self.gathered(value, at, shape), to)
+        value = lengthened(value, to.dim, self.block(shape[to.dim]) * self.size)
+        value = lax.all_to_all(value, self.name, to.dim, at.dim, tiled=True)
+        return lax.slice_in_dim(value, 0, shape[at.dim], axis=at.dim)
+
+    def counting(self, value: Array, at: Blocks, shape: Shape, fill: ArrayLike) -> Array:
+        """Returns the blocks with `fill` in place of elements that do not count."""
+        length = at.length(shape)
+        if length % self.size == 0:
+            return value
+
+        def masked(value: Array, dim: int) -> Array:
+            places = lax.broadcasted_iota(jnp.int32, value.shape, dim)
+            counts = self.index * self.block(length) + places < length
+            return jnp.where(counts, value, jnp.asarray(fill, value.dtype))
+
+        return _opened(value, at, masked)
+
+    def reach(self, length: int, first: int, step: int, width: int) -> tuple[int, int]:
+        """Returns how many elements a device needs of its neighbours on both sides, at most, to
+        have the elements from `first + s * step` on, `width` of them."""
+        block, starts = self.block(length), [first + s * step for s in range(self.size)]
+        left = (s * block - max(start, 0) for s, start in enumerate(starts))
+        right = (min(start + width, length) - (s + 1) * block for s, start in enumerate(starts))
+        return max(*left, 0), max(*right, 0)
+
+    def window(
+        self,
+        value: Array,
+        dim: int,
+        length: int,
+        first: int,
+        step: int,
+        width: int,
+        fill: ArrayLike | None = None,
+    ) -> Array:
+        """Returns the elements from `first + s * step` on, `width` of them, of blocks along a
+        dimension of so much length. Outside of it, they are `fill`, or some number."""
+        block, devices = self.block(length), range(self.size)
+        left, right = self.reach(length, first, step, width)
+        hops, starts = [-(-left // block), -(-right // block)], [first + s * step for s in devices]
+        if sum(hops) > 2:  # a device has some of everyone's
+            left, right, offsets = 0, 0, starts
+            value = self.gathered(value, Blocks(dim), _with(value.shape, dim, length))
+        else:
+            offsets = [start - s * block + left for s, start in enumerate(starts)]
+            value = self._with_halo(value, dim, block, (left, right), hops)
+        low, high = max(-min(offsets), 0), max(max(offsets) + width - value.shape[dim], 0)
+        if low or high:  # `dynamic_slice` would move its start
+            widths = [(low, high) if d == dim else (0, 0) for d in range(value.ndim)]
+            value = jnp.pad(value, widths, mode="edge")
+        start = offsets[0] + low + self.index * (offsets[-1] - offsets[0]) // max(self.size - 1, 1)
+        value = lax.dynamic_slice_in_dim(value, start, width, dim)
+        if fill is None or not (starts[0] < 0 or starts[-1] + width > length):
+            return value
+        places = lax.broadcasted_iota(jnp.int32, value.shape, dim) + first + self.index * step
+        inside = (places >= 0) & (places < length)
+        return jnp.where(inside, value, jnp.asarray(fill, value.dtype))
+
+    def _with_halo(
+        self, value: Array, dim: int, block: int, halo: Sequence[int], hops: Sequence[int]
+    ) -> Array:
+        """Returns blocks with so many elements of the neighbours before and after them."""
+        parts, devices = [value], range(self.size)
+        for hop in range(1, hops[0] + 1):
+            part = min(block, halo[0] - (hop - 1) * block)
+            tail = lax.slice_in_dim(value, block - part, block, axis=dim)
+            parts.insert(0, lax.ppermute(tail, self.name, [(s, s + hop) for s in devices[:-hop]]))
+        for hop in range(1, hops[1] + 1):
+            part = min(block, halo[1] - (hop - 1) * block)
+            head = lax.slice_in_dim(value, 0, part, axis=dim)
+            parts.append(lax.ppermute(head, self.name, [(s + hop, s) for s in devices[:-hop]]))
+        return lax.concatenate(parts, dim)
+
+    def summed(self, value: Array) -> Array:
+        """Returns the sum over the devices, added up in float32 at least; of booleans, any."""
+        if value.dtype == bool:
+            return lax.pmax(value.astype(jnp.int32), self.name).astype(bool)
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return lax.psum(value, self.name)
+        return lax.psum(value.astype(wide(value.dtype)), self.name).astype(value.dtype)
+
+    def largest(self, value: Array, axes: tuple[int, ...], sign: int) -> Array:
+        """Returns the maximum over dimensions and devices, or the minimum. Its derivative is shared
+        among all that are equal, as on one device."""
+        reduce, across = (lax.reduce_max, lax.pmax) if sign > 0 else (lax.reduce_min, lax.pmin)
+
+        @jax.custom_jvp
+        def extreme(value: Array) -> Array:
+            return across(reduce(value, axes), self.name)
+
+        def jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+            (value,), (tangent,) = primals, tangents
+            result = extreme(value)
+            hits = value == jnp.expand_dims(result, axes)
+            count = self.summed(jnp.sum(hits, axes).astype(result.dtype))
+            return result, self.summed(jnp.sum(jnp.where(hits, tangent, 0), axes)) / count
+
+        extreme.defjvp(jvp)
+        return extreme(value)
+
+
+def _with(shape: Shape, dim: int, length: int) -> Shape:
+    return (*shape[:dim], length, *shape[dim + 1 :])
+
+
+def lengthened(value: Array, dim: int, length: int) -> Array:
+    """Returns a value with its last element along `dim` repeated: that is as good a number as any
+    other, where zeros may lead to NaNs in a derivative."""
+    more = length - value.shape[dim]
+    if not more:
+        return value
+    last = lax.slice_in_dim(value, value.shape[dim] - 1, value.shape[dim], axis=dim)
+    return lax.concatenate([value, *[last] * more], dim)
+
+
+def _opened(value: Array, at: Blocks, change: Callable[[Array, int], Array]) -> Array:
+    """Returns what `change(value, dim)` makes of a value whose blocks have a dimension for
+    themselves."""
+    if at.is_plain:
+        return change(value, at.dim)
+    before, after = value.shape[: at.dim], value.shape[at.dim + 1 :]
+    value = value.reshape(*before, at.outer, at.length(value.shape), at.inner, *after)
+    return change(value, at.dim + 1).reshape(*before, -1, *after)
+
+
+# -- dimensions along which an operation treats elements alike
+
+
+def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:
+    """Returns, for each operand, which of its dimensions become which of the results', with each
+    element along them on its own. None of an unknown operation do."""
+    shapes = [type_of(v).shape for v in eqn.invars]
+    out = type_of(eqn.outvars[0]).shape if eqn.outvars else ()
+    name, params = eqn.primitive.name, eqn.params
+    ranks = list(map(len, shapes))
+
+    def but(*dims: int) -> list[dict[int, int]]:
+        return [{d: d for d in range(rank) if d not in dims} for rank in ranks]
+
+    if name in ELEMENTWISE:  # dimensions of length 1 are repeated
+        return [{d: d for d, n in enumerate(shape) if n == out[d]} for shape in shapes]
+    if name.startswith("cum"):
+        return but(params["axis"])
+    if name.startswith(("reduce_", "arg")) and "axes" in params and name != "reduce_precision":
+        kept = [d for d in range(ranks[0]) if d not in params["axes"]]
+        return [{d: i for i, d in enumerate(kept)} for _ in shapes]
+    if name in DIMS:
+        dims = params[DIMS[name]]
+        return but(*((dims,) if isinstance(dims, int) else dims))
+    if name in ("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"):
+        return but(ranks[0] - 1, ranks[0] - 2)
+    maps: list[dict[int, int]] = [{} for _ in shapes]
+    match name:
+        case "broadcast_in_dim":
+            pairs = enumerate(params["broadcast_dimensions"])
+            maps[0] = {i: d for i, d in pairs if shapes[0][i] == out[d]}
+        case "transpose":
+            maps[0] = {d: i for i, d in enumerate(params["permutation"])}
+        case "squeeze":
+            kept = [d for d in range(ranks[0]) if d not in params["dimensions"]]
+            maps[0] = {d: i for i, d in enumerate(kept)}
+        case "top_k":
+            return but(params.get("axis", ranks[0] - 1) % ranks[0])
+        case "fft":
+            return but(*range(ranks[0] - len(params["fft_lengths"]), ranks[0]))
+        case "slice" | "dynamic_slice":
+            maps[0] = {d: d for d, n in enumerate(shapes[0]) if n == out[d]}
+        case "pad":
+            same = enumerate(params["padding_config"])
+            maps[0] = {d: d for d, config in same if config == (0, 0, 0)}
+        case "dynamic_update_slice":
+            pairs = enumerate(zip(shapes[0], shapes[1], strict=True))
+            maps[0] = maps[1] = {d: d for d, (old, new) in pairs if old == new}
+        case "dot_general":
+            (cx, cy), (bx, by) = params["dimension_numbers"]
+            free = [d for d in range(ranks[0]) if d not in (*cx, *bx)]
+            maps[0] = {d: i for i, d in enumerate([*bx, *free])}
+            others = [d for d in range(ranks[1]) if d not in (*cy, *by)]
+            maps[1] = {d: i for i, d in enumerate(by)}
+            maps[1] |= {d: ranks[0] - len(cx) + i for i, d in enumerate(others)}
+        case "conv_general_dilated" if params["batch_group_count"] == 1:
+            lhs, _, spec = params["dimension_numbers"]
+            maps[0] = {lhs[0]: spec[0]}
+        case "gather":
+            maps = _of_gather(params["dimension_numbers"], params["slice_sizes"], shapes[0], out)
+        case _ if name in SCATTERS:
+            maps = _of_scatter(params["dimension_numbers"], shapes)
+        case _:
+            pass
+    return maps
+
+
+# The parameter that names the dimensions which an operation mixes.
+DIMS = {"sort": "dimension", "rev": "dimensions", "split": "axis", "concatenate": "dimension"}
+
+
+def _of_gather(
+    numbers: lax.GatherDimensionNumbers, sizes: Sequence[int], shape: Shape, out: Shape
+) -> list[dict[int, int]]:
+    batch = [d for d in range(len(out)) if d not in numbers.offset_dims]
+    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    operand = {d: batch[i] for d, i in pairs}
+    apart = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(len(shape)) if d not in apart]
+    pairs = zip(window, numbers.offset_dims, strict=True)
+    operand |= {d: o for d, o in pairs if sizes[d] == shape[d]}
+    return [operand, dict(enumerate(batch))]
+
+
+def _of_scatter(
+    numbers: lax.ScatterDimensionNumbers, shapes: Sequence[Shape]
+) -> list[dict[int, int]]:
+    apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(len(shapes[0])) if d not in apart]
+    pairs = list(zip(window, numbers.update_window_dims, strict=True))
+    updates = {w: d for d, w in pairs if shapes[0][d] == shapes[2][w]}
+    operand = {d: d for d in updates.values()}
+    rows = [d for d in range(len(shapes[2])) if d not in numbers.update_window_dims]
+    batching = zip(
+        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
+    )
+    indices: dict[int, int] = {}
+    for dim, index in batching:
+        operand[dim] = indices[index] = updates[rows[index]] = dim
+    return [operand, indices, updates]

@@ -1,0 +1,387 @@
+"""Runs a jaxpr of whole sequences on one device's blocks of them.
+
+Each value that depends on tokens is in `Blocks`; all else is whole, the same on all devices of the
+axis. What treats tokens alike runs on blocks. What mixes them has a rule in `_passes/sequences.py`.
+What has no rule gathers its operands, which is exact, and is reported, or refused above a limit.
+"""
+
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+import contextlib
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.typing import ArrayLike
+
+from zerojax import _compat
+from zerojax._jaxprs import ELEMENTWISE, is_var, primitives, type_of
+from zerojax._passes.blocks import IN_PLACE, Axis, Blocks, parallel
+from zerojax._table import human_bytes
+from zerojax._types import Shape
+
+# What a value may wait for: no one needs it before something says which block.
+WAITING = ELEMENTWISE - primitives("optimization_barrier sharding_constraint device_put") | (
+    primitives("iota broadcast_in_dim transpose squeeze reshape gather random_bits")
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """A value of a loss of whole sequences, of this shape: an array, whole or in blocks.
+
+    Or it waits: `eqn` computes it from the operands, of each block alone. So masks, positions and
+    what is broadcast are never whole.
+    """
+
+    shape: Shape
+    array: Any = None
+    at: Blocks | None = None
+    eqn: JaxprEqn | None = None
+    operands: tuple["Value", ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the arrays that it is computed from, as if they were whole."""
+        if self.eqn is not None:
+            return sum(operand.nbytes for operand in self.operands)
+        return int(np.prod(self.shape)) * jnp.result_type(self.array).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """What a loss sends for its tokens: bytes that each device receives in a forward pass."""
+
+    what: str
+    nbytes: int
+    place: str  # the operation, and the line of the model that has it
+    is_mixed: bool = False  # by an operation without a rule
+
+
+Rule: TypeAlias = Callable[..., "list[Value] | None"]
+Places: TypeAlias = Sequence[Blocks | None]
+
+
+class Region:
+    """What a loop's body, a `jax.checkpoint` or all the rest computes of tokens, and sends."""
+
+    def __init__(self, times: int = 1) -> None:
+        self.times, self.nbytes, self.sent = times, 0, list[Sent]()
+
+
+class Splitter:
+    """Runs a jaxpr of whole sequences on one device's blocks."""
+
+    def __init__(
+        self,
+        axis: Axis,
+        control: Mapping[str, Callable[..., list[Value]]],
+        rules: Callable[[str], Rule | None],
+        most_gathered: float,
+    ) -> None:
+        self.axis, self.most_gathered = axis, most_gathered
+        self.control, self.rules = control, rules
+        self.regions = [Region()]
+        # What waits, once computed, in this scope of JAX's and those around it.
+        self.known: list[dict[tuple[int, Blocks | None], tuple[Value, Array]]] = [{}]
+        self.callers: list[tuple[Jaxpr, JaxprEqn | None]] = []
+        self.all_readers: dict[int, dict[Any, list[tuple[JaxprEqn, int]]]] = {}
+
+    # -- from one layout to another
+
+    def array(self, value: Value, at: Blocks | None, eqn: JaxprEqn, what: str) -> Array:
+        """Returns a value in these blocks, or whole. `eqn` needs it, and `what` it is for it."""
+        if value.eqn is not None:
+            for known in self.known:
+                if (id(value), at) in known:
+                    return known[id(value), at][1]
+            array = self.computed(value, value.eqn, at, eqn, what)
+            self.known[-1][id(value), at] = value, array
+            return array
+        if value.at == at or not value.shape:
+            return value.array
+        array = jnp.asarray(value.array)
+        if value.at is None:
+            return array if at is None else self.axis.cut(array, at)
+        with self.sending(what, eqn, value.nbytes // (1 if at is None else self.axis.size)):
+            if at is None:
+                return self.axis.gathered(array, value.at, value.shape)
+            return self.axis.exchanged(array, value.at, at, value.shape)
+
+    def computed(
+        self, value: Value, eqn: JaxprEqn, at: Blocks | None, reader: JaxprEqn, what: str
+    ) -> Array:
+        """Returns a block of a value that waits."""
+        name, shape = eqn.primitive.name, self.axis.local(value.shape, at)
+        if name == "iota":
+            return self.counted(eqn, shape, at)
+        if name == "random_bits":
+            return self.random_bits(value, eqn, at, shape)
+        maps = self.before(eqn, at)
+        if maps is None:
+            assert at is not None
+            return self.axis.cut(self.array(value, None, reader, what), at)
+        pairs = zip(value.operands, maps, strict=True)
+        arrays = [self.array(operand, place, reader, what) for operand, place in pairs]
+        return _compat.bind(local(eqn, shape, arrays), arrays)[0]
+
+    def before(self, eqn: JaxprEqn, at: Blocks | None) -> Places | None:
+        """Returns the blocks of operands for a result in these; None where no operand has them."""
+        shapes = [type_of(v).shape for v in eqn.invars]
+        if at is None:
+            return [None] * len(shapes)
+        if eqn.primitive.name == "reshape":
+            place = at.reshaped(type_of(eqn.outvars[0]).shape, shapes[0], self.axis.size)
+            return [place] if place else None
+        places = [at.back(dims) for dims in parallel(eqn)]
+        is_free = eqn.primitive.name == "broadcast_in_dim" or any(places)
+        return places if is_free else None
+
+    def counted(self, eqn: JaxprEqn, shape: Shape, at: Blocks | None) -> Array:
+        """Returns a block of an iota."""
+        dim = eqn.params["dimension"]
+        if at is None or at.dim != dim:
+            return _compat.bind(local(eqn, shape, []), [])[0]
+        whole = type_of(eqn.outvars[0])
+        row = self.axis.cut(lax.iota(whole.dtype, whole.shape[dim]), dataclasses.replace(at, dim=0))
+        return lax.broadcast_in_dim(row, shape, (dim,))
+
+    def natural(self, value: Value) -> Blocks | None:
+        """Returns the blocks in which a value is, or that it has without a word to others."""
+        if value.eqn is None:
+            return value.at
+        for k, operand in enumerate(value.operands):
+            place = self.natural(operand)
+            if place := place and self.after(value.eqn, k, place):
+                return place
+        return None
+
+    def after(self, eqn: JaxprEqn, k: int, at: Blocks) -> Blocks | None:
+        """Returns the blocks of a result whose operand `k` is in these."""
+        if eqn.primitive.name == "reshape":
+            old, new = type_of(eqn.invars[0]).shape, type_of(eqn.outvars[0]).shape
+            return at.reshaped(old, new, self.axis.size)
+        return at.moved(parallel(eqn)[k])
+
+    def settled(self, value: Value, eqn: JaxprEqn) -> Value:
+        """Returns a value that waits no longer."""
+        if value.eqn is None:
+            return value
+        at = self.natural(value)
+        return Value(value.shape, self.array(value, at, eqn, "operands"), at)
+
+    # -- what is sent
+
+    @contextlib.contextmanager
+    def sending(self, what: str, eqn: JaxprEqn, nbytes: int) -> Generator[None]:
+        """Names what an operation sends, for audits, and counts it."""
+        callers = (caller for _, caller in reversed(self.callers) if caller is not None)
+        lines = filter(None, map(_compat.line_of, (eqn, *callers)))
+        place = f"{eqn.primitive.name} ({next(lines, 'a library')})"
+        self.regions[-1].sent.append(Sent(what, nbytes, place, what == MIXED))
+        with jax.named_scope("/".join(filter(None, [_compat.scope_of(eqn), "sequences", what]))):
+            yield
+
+    @contextlib.contextmanager
+    def scope(self, times: int = 1) -> Generator[Region]:
+        """A region that JAX traces as a function of its own. What is sent counts if all went well:
+        a loop's body may run again."""
+        region = Region(times)
+        self.regions.append(region)
+        self.known.append({})
+        try:
+            yield region
+        finally:
+            self.regions.pop()
+            self.known.pop()
+        self.check(region)
+        for sent in region.sent:
+            nbytes = sent.nbytes * times
+            self.regions[-1].sent.append(dataclasses.replace(sent, nbytes=nbytes, is_mixed=False))
+
+    def check(self, region: Region) -> None:
+        """Raises for an operation that gathers too much of what its layer computes."""
+        totals = Counter[str]()
+        for sent in region.sent:
+            totals[sent.place] += sent.nbytes * sent.is_mixed
+        for place, nbytes in totals.items():
+            if nbytes > self.most_gathered * region.nbytes:
+                raise self.refused(place, nbytes, region.nbytes)
+
+    # -- the program
+
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[ArrayLike],
+        inputs: Sequence[Value],
+        caller: JaxprEqn | None = None,
+    ) -> list[Value]:
+        values = dict(zip(jaxpr.invars, inputs, strict=True))
+        values.update(zip(jaxpr.constvars, map(_whole, consts), strict=True))
+
+        def read(atom: Any) -> Value:
+            return values[atom] if is_var(atom) else _whole(atom.val)
+
+        self.callers.append((jaxpr, caller))
+        for eqn in jaxpr.eqns:
+            results = self.results(eqn, [read(v) for v in eqn.invars])
+            for var, result in zip(eqn.outvars, results, strict=True):
+                values[var] = result
+                if self.natural(result):
+                    self.regions[-1].nbytes += type_of(var).size * type_of(var).dtype.itemsize
+        self.callers.pop()
+        return [read(v) for v in jaxpr.outvars]
+
+    def results(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        name = eqn.primitive.name
+        if name in self.control:
+            return self.control[name](self, eqn, operands)
+        self.check_axes(eqn)
+        shapes = [type_of(v).shape for v in eqn.outvars]
+        if name in WAITING and self.may_wait(name, eqn, operands):
+            return [Value(shapes[0], eqn=eqn, operands=tuple(operands))]
+        places = [self.natural(v) for v in operands]
+        if not any(places):
+            return self.bound(eqn, operands, [None] * len(operands), [None] * len(shapes))
+        if name in ("optimization_barrier", *IN_PLACE):
+            return self.bound(eqn, operands, places, places)
+        rule = self.rules(name)
+        if rule and (results := rule(self, eqn, operands, places)) is not None:
+            return results
+        # The largest value stays as it is, and the others follow.
+        order = sorted(range(len(places)), key=lambda k: -int(np.prod(operands[k].shape)))
+        for k in order:
+            if (place := places[k]) and (at := self.after(eqn, k, place)):
+                before = [*(self.before(eqn, at) or [None])]
+                before[k] = place  # of a reshape there may be no way back
+                return self.bound(eqn, operands, before, [at] * len(shapes))
+        return self.mixed(eqn, operands)
+
+    def may_wait(self, name: str, eqn: JaxprEqn, operands: Sequence[Value]) -> bool:
+        shape = type_of(eqn.outvars[0]).shape
+        wait = [operand.eqn is not None for operand in operands]
+        if name in ("iota", "random_bits"):
+            return True
+        if name == "broadcast_in_dim":
+            return wait[0] or np.prod(shape) > np.prod(operands[0].shape)
+        if name == "gather":
+            return wait[1] and not wait[0] and operands[0].at is None
+        arrays = [o for o, waits in zip(operands, wait, strict=True) if o.shape and not waits]
+        return any(wait) and not arrays
+
+    def bound(
+        self,
+        eqn: JaxprEqn,
+        operands: Sequence[Value],
+        places: Sequence[Blocks | None],
+        results: Sequence[Blocks | None],
+        what: str = "operands",
+    ) -> list[Value]:
+        """Runs an equation on operands in these blocks. So are its results."""
+        pairs = zip(operands, places, strict=True)
+        arrays = [self.array(operand, place, eqn, what) for operand, place in pairs]
+        shapes = [type_of(v).shape for v in eqn.outvars]
+        if any(results):
+            eqn = local(eqn, self.axis.local(shapes[0], results[0]), arrays)
+        outs = _compat.bind(eqn, arrays)
+        return [Value(*each) for each in zip(shapes, outs, results, strict=True)]
+
+    def mixed(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+        """Gathers the operands of an operation that mixes tokens, and cuts its results."""
+        dims = {len(v.shape): at for v in operands if (at := self.natural(v))}
+        outs = self.bound(eqn, operands, [None] * len(operands), [None] * len(eqn.outvars), MIXED)
+
+        def in_blocks(value: Value) -> Value:
+            at = dims.get(len(value.shape))
+            if at is None or value.shape[at.dim] < self.axis.size:
+                return value
+            at = Blocks(at.dim)
+            return Value(value.shape, self.axis.cut(jnp.asarray(value.array), at), at)
+
+        return list(map(in_blocks, outs))
+
+    def check_axes(self, eqn: JaxprEqn) -> None:
+        """Raises for a loss that speaks over the axis itself."""
+        named = (getattr(effect, "name", None) for effect in eqn.effects)
+        if self.axis.name in named:
+            raise ValueError(
+                f"the loss names the mesh axis {self.axis.name!r} ({eqn.primitive.name}), and "
+                f"sequence={self.axis.name!r} has zerojax split sequences over it. Write the loss "
+                "for whole sequences, or leave sequence= out, as examples/context_parallel.py does."
+            )
+
+    def readers(self, jaxpr: Jaxpr) -> dict[Any, list[tuple[JaxprEqn, int]]]:
+        """Returns the equations that read each variable, and as which operand."""
+        if id(jaxpr) not in self.all_readers:
+            readers = self.all_readers[id(jaxpr)] = {}
+            for eqn in jaxpr.eqns:
+                for k, atom in enumerate(eqn.invars):
+                    if is_var(atom):
+                        readers.setdefault(atom, []).append((eqn, k))
+        return self.all_readers[id(jaxpr)]
+
+    # -- random numbers
+
+    def random_bits(self, value: Value, eqn: JaxprEqn, at: Blocks | None, shape: Shape) -> Array:
+        """Returns a block of the bits that one device would draw."""
+        key = self.array(value.operands[0], None, eqn, "a key")
+        bits = at and _compat.random_bits(key, eqn, lambda whole: self.places(whole, at, shape))
+        if bits is not None:
+            return bits
+        whole = _compat.bind(eqn, [key])[0]
+        return whole if at is None else self.axis.cut(whole, at)
+
+    def places(self, whole: Sequence[int], at: Blocks, shape: Shape) -> Array:
+        """Returns the number of each element of a block in the whole value."""
+        number = jnp.zeros(shape, jnp.uint32)
+        for dim, length in enumerate(whole):
+            row = lax.iota(jnp.uint32, length)
+            row = self.axis.cut(row, dataclasses.replace(at, dim=0)) if dim == at.dim else row
+            number = number * np.uint32(length) + lax.broadcast_in_dim(row, shape, (dim,))
+        return number
+
+    def refused(self, place: str, nbytes: int, total: int) -> ValueError:
+        share, axis = nbytes / max(total, 1), self.axis.name
+        return ValueError(
+            f"{place} mixes tokens, and sequence={axis!r} has no rule for it: it would "
+            f"gather {human_bytes(nbytes)}, {share:.0%} of the {human_bytes(total)} that its layer "
+            f"computes, more than most_gathered={self.most_gathered:.0%}. Write it in operations "
+            f"that docs/axes.md lists, or allow it: sequence=zerojax.Sequences({axis!r}, "
+            f"most_gathered={math.ceil(share * 10) / 10})."
+        )
+
+
+MIXED = "mixed"
+
+
+def local(eqn: JaxprEqn, shape: Shape, arrays: Sequence[Array]) -> JaxprEqn:
+    """Returns an equation whose first result has another shape, that of a block."""
+    name, params = eqn.primitive.name, dict(eqn.params)
+    if name in ("iota", "broadcast_in_dim", "random_bits"):
+        params["shape"] = shape
+    elif name == "reshape":
+        params["new_sizes"] = shape
+    elif name == "slice":
+        old, new = type_of(eqn.invars[0]).shape, type_of(eqn.outvars[0]).shape
+        limits = zip(params["limit_indices"], old, new, shape, strict=True)
+        params["limit_indices"] = tuple(b if n == m else limit for limit, n, m, b in limits)
+    elif name in ("dynamic_slice", "gather"):
+        old, size = type_of(eqn.invars[0]).shape, params["slice_sizes"]
+        new = arrays[0].shape
+        params["slice_sizes"] = tuple(
+            b if s == a else s for a, b, s in zip(old, new, size, strict=True)
+        )
+    return eqn.replace(params=params)
+
+
+def _whole(array: Any) -> Value:
+    return Value(jnp.shape(array), array)
