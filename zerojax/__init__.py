@@ -36,6 +36,7 @@ if typing.TYPE_CHECKING:
     from zerojax._plan.precision import Precision as Precision
     from zerojax._plan.quantize import quantize as quantize
     from zerojax._plan.resharding import reshard as reshard
+    from zerojax._plan.sequence import Sequences as Sequences
     from zerojax._run.processes import initialize as initialize
     from zerojax._state.module_state import ModuleState as ModuleState
     from zerojax._step.grad import value_and_grad as value_and_grad
@@ -66,6 +67,7 @@ _EXPORTS = {
     "_plan.precision": ["Precision"],
     "_plan.quantize": ["quantize"],
     "_plan.resharding": ["reshard"],
+    "_plan.sequence": ["Sequences"],
     "_run.processes": ["initialize"],
     "_state.module_state": ["ModuleState"],
     "_step.grad": ["value_and_grad"],

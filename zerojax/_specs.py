@@ -3,6 +3,7 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
@@ -25,7 +26,7 @@ def as_names(names: object) -> Axes | None:
     return tuple(names)
 
 
-def beyond(axes: Axes, inner: Axes) -> Axes:
+def beyond(axes: Axes, inner: Sequence[str | None]) -> Axes:
     """Returns the axes that are not among `inner`, in order."""
     return tuple(axis for axis in axes if axis not in inner)
 
@@ -55,3 +56,22 @@ def shard_dim(spec: PartitionSpec, axes: Sequence[str]) -> int | None:
 def padded(length: int, size: int) -> int:
     """Returns the next length that `size` devices divide evenly."""
     return -(-length // size) * size
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """The mesh axes that split a batch: its `rows`, and the `tokens` of each row."""
+
+    mesh: Mesh
+    rows: Axes
+    tokens: str | None = None
+
+    @property
+    def ways(self) -> int:
+        """The parts that rows are split into."""
+        return axes_size(self.mesh, self.rows)
+
+    @property
+    def blocks(self) -> int:
+        """The blocks that tokens are split into."""
+        return 1 if self.tokens is None else self.mesh.shape[self.tokens]

@@ -10,7 +10,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zerojax._kernel.places import Groups, LeafPlan, by_layer
 from zerojax._plan.precision import Precision
-from zerojax._specs import Axes, axes_size, beyond, names_in
+from zerojax._plan.sequence import Sequences
+from zerojax._specs import Axes, Splits, axes_size, beyond, names_in
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._types import Shape, TreeDef
 from zerojax._update.update import InParts, Part, Update, on_no_mesh
@@ -20,8 +21,9 @@ from zerojax._update.update import InParts, Part, Update, on_no_mesh
 class Layout:
     """The data of a plan, which its pictures, tables and digests read.
 
-    The batch is split over `batch_axes`, and the loss is the mean over them. `groups` says over
-    which of them each kind of array is sharded.
+    The batch is split over `batch_axes`, and the loss is the mean over them. `sequence` says which
+    of them splits not rows but sequences. `groups` says over which of them each kind of array is
+    sharded.
     """
 
     stage: int
@@ -35,10 +37,12 @@ class Layout:
     # Not compared either, because it is a trace. None for a plan without an optimizer.
     _update: Update | None = dataclasses.field(default=None, compare=False)
     _given_mesh: Mesh | None = None  # on which arrays rest; its axes may be Explicit, not Auto
+    sequence: Sequences | None = None
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.stage, self.mesh, self.batch_axes, self.leaves, self.precision))
+        own = self.stage, self.mesh, self.batch_axes, self.leaves, self.precision, self.sequence
+        return hash(own)
 
     def __hash__(self) -> int:
         return self._hash
@@ -50,6 +54,12 @@ class Layout:
     def size(self) -> int:
         """The number of devices that the batch is split over."""
         return axes_size(self.mesh, self.batch_axes)
+
+    @property
+    def _splits(self) -> Splits:
+        """Which of the axes split the rows of a batch, and which one their sequences."""
+        tokens = None if self.sequence is None else self.sequence.axis
+        return Splits(self.mesh, beyond(self.batch_axes, (tokens,)), tokens)
 
     @property
     def _is_grouped(self) -> bool:

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from zerojax import _compat
 from zerojax._declared import checked
 from zerojax._run import processes as _processes
-from zerojax._specs import Axes, as_names
+from zerojax._specs import Axes, as_names, beyond
 from zerojax._types import Device
 
 DEFAULT_AXIS = "data"
@@ -69,14 +69,27 @@ def mesh(**sizes: int) -> Mesh:
     return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes), axis_types=types)
 
 
-def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, Axes]:
-    """Returns the mesh and the ZeRO axes that `mesh=` and `axis=` stand for."""
+def resolve(
+    mesh: Mesh | None, axis: str | Sequence[str] | None, sequence: str | None = None
+) -> tuple[Mesh, Axes]:
+    """Returns the mesh and the ZeRO axes that `mesh=`, `axis=` and `sequence=` stand for."""
     _processes.warn_if_not_joined()
     mesh = (current() or _default_mesh()) if mesh is None else mesh
     _check_mesh(mesh)
-    axes, names = as_names(axis), mesh.axis_names
+    axes, names = as_names(axis), beyond(mesh.axis_names, (sequence,))
+    if sequence and sequence not in mesh.axis_names:
+        raise ValueError(
+            f"sequence={sequence!r} is no axis of the mesh, whose axes are {mesh.axis_names}. Pass "
+            f"a mesh that has it: mesh=zerojax.mesh(data=-1, {sequence}=2), say."
+        )
+    if sequence in (axes or ()):
+        raise ValueError(
+            f"sequence={sequence!r} splits sequences, and axis={axis!r} splits rows over it. Leave "
+            "it out of axis=: ZeRO shards over it all the same."
+        )
     if axis is None:
-        axes = names if len(names) == 1 else (DEFAULT_AXIS,)
+        is_alone = len(names) == 1 or mesh.axis_names == (sequence,)
+        axes = names if is_alone else (DEFAULT_AXIS,)
         if not set(axes) <= set(names):
             each = ", ".join(f"axis={name!r}" for name in names)
             raise ValueError(
@@ -86,13 +99,14 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
                 "pass groups=dict.fromkeys(('params', 'grads', 'opt_state'), "
                 f"{names[-1]!r}) where you place the state."
             )
-    if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(names):
+    fewest = min(len(names), 1)  # the axis of sequences may be the only one
+    if axes is None or len({*axes}) < max(len(axes), fewest) or not {*axes} <= {*names}:
         raise ValueError(
             f"axis={axis!r} must name one axis of the mesh, or several different ones; its axes "
             f"are {names}. Pass one of them, or leave axis= out."
         )
     # The mesh, not the order in which a user names axes, says which links are fast.
-    return mesh, tuple(name for name in names if name in axes)
+    return mesh, tuple(name for name in mesh.axis_names if name in {*axes, sequence})
 
 
 def _check_mesh(mesh: object) -> None:

@@ -37,7 +37,8 @@ class Plan(Layout):
     prints it for one leaf, `bytes_per_device` and `host_bytes_per_device` count it. `leaves` has
     the `path`, `shape`, `dtype` and `spec` of each leaf, and the `dim` that is sharded or the
     `reason` why none is; `params` has those of parameters. `stage`, `mesh`, `groups` and
-    `precision` are as in `zerojax.plan`, and `size` devices along `batch_axes` split the batch.
+    `precision` are as in `zerojax.plan`, and `size` devices along `batch_axes` split the batch,
+    with `sequence` both rows and sequences.
 
     Example:
         >>> params = {"w": jax.ShapeDtypeStruct((1024, 8), "float32"), "b": jnp.zeros(8)}
@@ -315,6 +316,7 @@ def fingerprint(plan: Layout) -> dict[str, str]:
         "the stage": str(plan.stage),
         "the mesh": _fingerprint.show(plan.mesh),
         "the axis": str(plan.batch_axes),
+        "how sequences are split": str(plan.sequence),
         "the devices": " ".join(str(device.id) for device in plan.mesh.devices.flat),
         "the precision of the state": str(plan.precision),
         "the state": "\n".join(leaves),

@@ -10,6 +10,7 @@ from zerojax._declared import Options, option
 from zerojax._plan.offload import Offload
 from zerojax._plan.precision import Precision, check_precision
 from zerojax._plan.rule import DEFAULT_MIN_SHARD_SIZE
+from zerojax._plan.sequence import Sequences
 from zerojax._state.refusals import check_tx
 
 
@@ -44,6 +45,12 @@ class PlanOptions(Options):
         None,
         """the mesh axis or axes that the batch is split over; default, the only one or `data`, and
         with `groups` all.""",
+    )
+    sequence: Sequences | str | None = option(
+        None,
+        """one more mesh axis, along which steps split the sequences of a batch: "sequence" of
+        `zerojax.mesh(data=2, sequence=4)`. ZeRO shards over it, too. The loss stays that of whole
+        sequences. `zerojax.Sequences` says how.""",
     )
     groups: Mapping[str, str | Sequence[str]] | None = option(
         None,

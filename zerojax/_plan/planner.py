@@ -32,8 +32,9 @@ from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.plan_options import PlanOptions, StateOptions
 from zerojax._plan.precision import Precision
 from zerojax._plan.rule import Rule, chosen_groups
+from zerojax._plan.sequence import as_sequences
 from zerojax._run import agreement as _agreement, programs as _programs
-from zerojax._specs import Axes, names_in
+from zerojax._specs import Axes, beyond, names_in
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.hints import is_stack, layer_dims, own_axes
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf, state_of
@@ -67,7 +68,8 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
         params/w is sharded along dimension 0
     """
     _readings.check()  # what is traced first is the optimizer
-    given, axes = _devices(options, state_or_fn)
+    sequence = as_sequences(options.sequence)
+    given, axes = _devices(options, state_or_fn, sequence and sequence.axis)
     mesh = with_auto_axes(given)
     groups = chosen_groups(options.stage, axes, {} if options.groups is None else options.groups)
     patterns = {} if options.overrides is None else options.overrides
@@ -97,20 +99,31 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
     if offload := as_offload(options.offload):
         planned = offload.place(planned, mesh)
     treedef = jax.tree.structure(state)
-    precision = options.precision
-    result = Plan(groups.stage, mesh, axes, over, tuple(planned), treedef, precision, update, given)
+    result = Plan(
+        groups.stage,
+        mesh,
+        axes,
+        over,
+        tuple(planned),
+        treedef,
+        options.precision,
+        update,
+        given,
+        sequence,
+    )
     _check_worth(result)
     return result
 
 
-def _devices(options: PlanOptions, state: PyTree) -> tuple[Mesh, Axes]:
-    """Returns the mesh, and the axes that the batch is split over: all of them, with groups."""
+def _devices(options: PlanOptions, state: PyTree, tokens: str | None) -> tuple[Mesh, Axes]:
+    """Returns the mesh, and the axes that the batch is split over: all of them, with groups. One of
+    them may split its `tokens`."""
     axis, given = options.axis, options.mesh
     if given is None:
         given = carried_mesh(state) or _mesh.current()
     if options.groups is not None and given is not None and axis is None:
-        axis = given.axis_names
-    mesh, axes = _mesh.resolve(given, axis)
+        axis = beyond(given.axis_names, (tokens,)) or None
+    mesh, axes = _mesh.resolve(given, axis, tokens)
     if given is None and options.stage >= 1 and mesh.devices.size == 1:
         _warn_alone(mesh.devices.flat[0].platform)
     return mesh, axes

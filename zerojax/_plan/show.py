@@ -169,7 +169,8 @@ def plan_title(plan: Layout) -> str:
     device = plan.mesh.devices.flat[0].device_kind
     sharded = ", ".join(kind for kind in reversed(KINDS) if getattr(plan.groups, kind))
     what = groups_text(plan.groups) if plan._is_grouped else f"sharded: {sharded or 'nothing'}"
-    return f"ZeRO stage {plan.stage} over {over} ({device}); {what}"
+    sequences = f"; sequences over {plan.sequence.axis}" if plan.sequence else ""
+    return f"ZeRO stage {plan.stage} over {over} ({device}); {what}{sequences}"
 
 
 def groups_text(groups: Groups) -> str:
