@@ -100,8 +100,8 @@ def mesh(
 def batch(shapes: PyTree, plan: Plan, *, batch_specs: PyTree = None) -> PyTree:
     """Makes `jax.ShapeDtypeStruct`s of a global batch, sharded along their first dimension.
 
-    They are sharded over the plan's axes; random keys and scalars are replicated. `batch_specs`
-    are as in `zerojax.train_step`.
+    They are sharded as `zerojax.shard_batch` has them; random keys and scalars are replicated.
+    `batch_specs` are as in `zerojax.train_step`.
 
     Example:
         >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
@@ -114,11 +114,11 @@ def batch(shapes: PyTree, plan: Plan, *, batch_specs: PyTree = None) -> PyTree:
 
     def placed(leaf: PyTree, role: _batch.Role) -> jax.ShapeDtypeStruct:
         leaf = _state.shape_dtype(leaf)
-        spec = PartitionSpec() if is_key(leaf) else _batch.spec(role, plan.batch_axes)
+        spec = PartitionSpec() if is_key(leaf) else _batch.placed_spec(leaf, role, plan._splits)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(plan.mesh, spec))
 
     leaves, treedef = jax.tree.flatten(shapes)
-    roles = _batch.roles((shapes,), batch_specs, plan.batch_axes)
+    roles = _batch.roles((shapes,), batch_specs, plan._splits)
     return treedef.unflatten(map(placed, leaves, roles))
 
 

@@ -19,7 +19,7 @@ from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats
 from zerojax._run import agreement as _agreement
-from zerojax._specs import axes_size
+from zerojax._specs import Splits, as_names, entry_over
 from zerojax._state import carried as _carried, refusals as _refusals
 from zerojax._state.state import NNX_FIELDS, path_name
 from zerojax._types import PyTree
@@ -33,16 +33,19 @@ class Role(NamedTuple):
     """How a leaf of the arguments reaches each device and microbatch.
 
     A BATCH is split along `dim`, which counts examples. A KEY is folded with the index of the
-    device and of the microbatch, so that each draws other numbers. All else is REPLICATED.
+    device and of the microbatch, so that each draws other numbers. All else is REPLICATED. Any but
+    a key may be split along another dimension, `tokens`, over the devices that share its examples.
     """
 
     kind: str
     dim: int = 0
+    tokens: int | None = None
 
 
-def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()) -> list[Role]:
+def roles(args: Sequence[PyTree], specs: PyTree, splits: Splits) -> list[Role]:
     """Returns a role for each leaf of the arguments. `specs` may decide those of the first one.
 
+    By default the second dimension of a batch has its tokens, unless they are too few to split.
     A key has no dimensions; an array of keys has one for each example. An old-style key, which is
     a pair of uint32, counts as a key except in the first argument, the batch itself. `check_pairs`
     refuses a pair that may as well be two rows.
@@ -52,7 +55,9 @@ def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()
         is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
         if (is_key and not jnp.shape(leaf)) or (not in_batch and _is_raw_key(leaf)):
             return Role(KEY)
-        return Role(BATCH if jnp.shape(leaf) else REPLICATED)
+        shape = jnp.shape(leaf)
+        has_tokens = splits.tokens and len(shape) > 1 and shape[1] >= splits.blocks and not is_key
+        return Role(BATCH, tokens=1 if has_tokens else None) if shape else Role(REPLICATED)
 
     leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
     roles = [role(leaf, path[0].idx == 0) for path, leaf in leaves]
@@ -69,10 +74,10 @@ def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()
             f"batch_specs= does not fit the batch, which is {jax.tree.structure(args[0])}. Give "
             "one PartitionSpec for all of it, or a tree that begins as the batch does."
         ) from None
-    over = axes[0] if len(axes) == 1 else tuple(axes)
+    over = entry_over(splits.rows)
     for i, spec in enumerate(specs):
         if spec is not None:
-            roles[i] = _role_by_spec(*leaves[i], spec, over)
+            roles[i] = _role_by_spec(*leaves[i], spec, splits)
     split = [i for i, role in enumerate(roles) if role.kind == BATCH]
     if split and split[0] >= len(specs):
         raise ValueError(
@@ -84,24 +89,33 @@ def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()
     return roles
 
 
-def _role_by_spec(path: tuple, value: Argument, spec: object, over: str | tuple[str, ...]) -> Role:
+def _role_by_spec(path: tuple, value: Argument, spec: object, splits: Splits) -> Role:
+    shape, over = jnp.shape(value), entry_over(splits.rows)
     if isinstance(spec, PartitionSpec):
-        dims = [dim for dim, entry in enumerate(spec) if entry]
-        if not dims:
-            return Role(REPLICATED)
-        if len(dims) == 1 and dims[0] < len(jnp.shape(value)) and spec[dims[0]] in (over, (over,)):
-            return Role(BATCH, dims[0])
+        entries = [(dim, as_names(entry)) for dim, entry in enumerate(spec) if entry]
+        rows = [dim for dim, names in entries if names == splits.rows]
+        tokens = [dim for dim, names in entries if names == (splits.tokens,)]
+        are_known = len(rows + tokens) == len(entries) and max(len(rows), len(tokens)) < 2
+        if are_known and max(rows + tokens, default=-1) < len(shape):
+            if any(shape[dim] < splits.blocks for dim in tokens):
+                raise ValueError(
+                    f"batch_specs= has {spec!r} for {_name(path)} of shape {shape}, whose "
+                    f"{shape[tokens[0]]} tokens are fewer than the {splits.blocks} devices of "
+                    f"{splits.tokens!r}. Leave the axis out of the spec: each has all of them then."
+                )
+            return Role(BATCH if rows else REPLICATED, *(rows or [0]), *tokens)
+    also = f", P({over!r}, {splits.tokens!r}) where the second has tokens" if splits.tokens else ""
     raise ValueError(
-        f"batch_specs= has {spec!r} for {_name(path)} of shape {jnp.shape(value)}, and batches are "
+        f"batch_specs= has {spec!r} for {_name(path)} of shape {shape}, and batches are "
         f"split over {over!r}. Use P({over!r}) where the first dimension counts examples, P(None, "
-        f"{over!r}) where the second does, and P() for what is replicated."
+        f"{over!r}) where the second does{also}, and P() for what is replicated."
     )
 
 
-def check_pairs(args: Sequence[PyTree], specs: PyTree, axes: Sequence[str]) -> None:
+def check_pairs(args: Sequence[PyTree], specs: PyTree, splits: Splits) -> None:
     """Raises for an old-style key that may as well be two rows."""
     leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
-    pairs = zip(leaves, roles(args, specs, axes), strict=True)
+    pairs = zip(leaves, roles(args, specs, splits), strict=True)
     lengths = {jnp.shape(value)[role.dim] for (_, value), role in pairs if role.kind == BATCH}
     for path, value in leaves:
         if path[0].idx and _is_raw_key(value) and not lengths - {2}:
@@ -170,6 +184,20 @@ def check(
             f"zerojax.pad_batch(batch{padding}), with zerojax.mean(values, where=mask) in the loss."
         )
     return rows
+
+
+def check_tokens(args: Sequence[PyTree], roles: Sequence[Role], splits: Splits) -> None:
+    """Raises where no leaf has tokens to split."""
+    if splits.blocks > 1 and all(role.tokens is None for role in roles):
+        leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
+        shapes = ", ".join(f"{_name(path)} {list(jnp.shape(x))}" for path, x in leaves[:3])
+        raise ValueError(
+            f"sequence={splits.tokens!r} splits nothing of this batch ({shapes}): no leaf has a "
+            f"second dimension of {splits.blocks} tokens or more, one for each device. Pass whole "
+            "sequences. Or say in batch_specs= which dimension has the tokens, PartitionSpec("
+            f"{entry_over(splits.rows)!r}, None, {splits.tokens!r}). Or place the state without "
+            "sequence=."
+        )
 
 
 def check_accumulate(accumulate: object) -> object:
@@ -252,6 +280,16 @@ class Microbatches:
         pairs = zip(cast_floats(list(args), compute), self.roles, strict=True)
         return [jax.random.fold_in(x, device) if role.kind == KEY else x for x, role in pairs]
 
+    def with_blocks(self, args: Sequence[Array], blocks: int) -> list[Array]:
+        """Returns the arguments with their last tokens repeated until `blocks` divide them."""
+
+        def padded(value: Array, dim: int | None) -> Array:
+            short = 0 if dim is None else -value.shape[dim] % blocks
+            widths = [(0, short * (d == dim)) for d in range(value.ndim)]
+            return jnp.pad(value, widths, "edge") if short else value
+
+        return [padded(value, role.tokens) for value, role in zip(args, self.roles, strict=True)]
+
     def stacked(self, args: Sequence[Array]) -> list[Array]:
         """Returns the arguments of all microbatches, stacked where they differ.
 
@@ -307,12 +345,14 @@ def shard_batch(batch: PyTree, like: PyTree = None, *, batch_specs: PyTree = Non
     """Puts a host batch on the devices, split along its first dimension, or as `batch_specs` says.
 
     `train_step` takes host batches too; a batch that you place early travels while the step before
-    it runs. Scalars and PRNG keys are replicated. The batch goes where the steps of `like` expect
+    it runs. With `sequence=`, the second dimension is split too, where the devices divide it.
+    Scalars and PRNG keys are replicated. The batch goes where the steps of `like` expect
     it: a plan, a placed state, or a placed `nnx.Optimizer`. Of a mesh, the axis `data` splits the
     rows, or its only axis. By default that is the mesh of `jax.set_mesh`, or one of all devices.
 
     Each of several processes passes its own rows, as `zerojax.run.process_slice` counts them; the
-    rows of all processes together are the batch.
+    rows of all processes together are the batch. Sequences are whole: processes whose devices share
+    rows pass the same ones.
 
     Example:
         >>> batch = zerojax.shard_batch({"x": np.ones((8, 3))})
@@ -324,16 +364,16 @@ def shard_batch(batch: PyTree, like: PyTree = None, *, batch_specs: PyTree = Non
     holder = kinds.get(type(like).__name__, "state")
     padding = f", like={holder}" * (like is not None)
     padding += ", batch_specs=batch_specs" * (batch_specs is not None)
-    mesh, axes = mesh_and_axes(like)
-    batch_roles = roles((batch,), batch_specs, axes)
-    check((batch,), batch_roles, len(local_parts(mesh, axes)), padding=padding)
+    splits = splits_of(like)
+    batch_roles = roles((batch,), batch_specs, splits)
+    check((batch,), batch_roles, len(local_parts(splits)), padding=padding)
     leaves, treedef = jax.tree.flatten(batch)
-    if mesh.is_multi_process:
-        places = _fingerprint.show([spec(role, axes) for role in batch_roles])
-        _agree_on_rows(_fingerprint.of_shapes(batch), places, mesh)
+    if splits.mesh.is_multi_process:
+        places = _fingerprint.show([spec(role, splits) for role in batch_roles])
+        _agree_on_rows(_fingerprint.of_shapes(batch), places, splits.mesh)
 
     def placed(value: ArrayLike, role: Role) -> Array:
-        sharding = NamedSharding(mesh, spec(role, axes))
+        sharding = NamedSharding(splits.mesh, placed_spec(value, role, splits))
         if role.kind != BATCH:
             return _move.moved(value, sharding)
         value = _move.own(value, sharding.device_set)
@@ -344,9 +384,21 @@ def shard_batch(batch: PyTree, like: PyTree = None, *, batch_specs: PyTree = Non
     return treedef.unflatten(map(placed, leaves, batch_roles))
 
 
-def spec(role: Role, axes: Sequence[str]) -> PartitionSpec:
-    """Returns how a leaf is split over the axes of a mesh."""
-    return PartitionSpec(*[None] * role.dim, tuple(axes)) if role.kind == BATCH else PartitionSpec()
+def spec(role: Role, splits: Splits) -> PartitionSpec:
+    """Returns how a step splits a leaf over the axes of a mesh."""
+    over = {role.tokens: splits.tokens} | ({role.dim: splits.rows} if role.kind == BATCH else {})
+    last = max((dim for dim in over if dim is not None), default=-1)
+    return PartitionSpec(*(over.get(dim) for dim in range(last + 1)))
+
+
+def placed_spec(value: Argument, role: Role, splits: Splits) -> PartitionSpec:
+    """Returns how a leaf rests before a step, which pads tokens that its devices do not divide.
+
+    Each of several processes loads whole sequences, and a step takes its blocks of them.
+    """
+    uneven = role.tokens is not None and jnp.shape(value)[role.tokens] % splits.blocks
+    is_whole = uneven or splits.mesh.is_multi_process
+    return spec(role._replace(tokens=None) if is_whole else role, splits)
 
 
 @_compat.device_cache
@@ -369,30 +421,30 @@ def process_slice(rows: int, like: PyTree = None) -> slice:
         >>> print(zerojax.run.process_slice(32))  # a single process loads all
         slice(0, 32, None)
     """
-    mesh, axes = mesh_and_axes(like)
-    size = axes_size(mesh, axes)
+    splits = splits_of(like)
+    size = splits.ways
     if not isinstance(rows, int | np.integer) or rows < 1 or rows % size:
         raise ValueError(
             f"a batch of {rows!r} rows does not divide over {size} devices. Use a multiple of "
             f"{size}: the last batch may have fewer rows than the slice of a full one, and "
             "zerojax.pad_batch(batch, to=...) fills it up."
         )
-    parts = local_parts(mesh, axes)
-    first, last = min(parts), max(parts)
-    if last - first + 1 != len(parts):
+    here = local_parts(splits)
+    first, last = min(here), max(here)
+    if last - first + 1 != len(here):
         raise ValueError(
-            f"the devices of this process have the parts {sorted(parts)} of the batch, which are "
+            f"the devices of this process have the parts {sorted(here)} of the batch, which are "
             "not one slice. Order the mesh so that they follow one another along the ZeRO axis."
         )
     return slice(first * rows // size, (last + 1) * rows // size)
 
 
-def mesh_and_axes(like: PyTree) -> tuple[Mesh, tuple[str, ...]]:
+def splits_of(like: PyTree) -> Splits:
     """Returns the mesh, and its axes that split a batch for the steps of `like`."""
     if like is None or isinstance(like, Mesh):
         mesh = _mesh.current() if like is None else like
         if mesh is None or _mesh.DEFAULT_AXIS in mesh.axis_names or len(mesh.axis_names) == 1:
-            return _mesh.resolve(mesh, None)
+            return Splits(*_mesh.resolve(mesh, None))
         raise ValueError(
             f"like= is a mesh of the axes {mesh.axis_names}, none of which is called "
             f"{_mesh.DEFAULT_AXIS!r}: it does not say which ones split the rows. Pass the plan or "
@@ -407,12 +459,12 @@ def mesh_and_axes(like: PyTree) -> tuple[Mesh, tuple[str, ...]]:
             "jax.sharding.Mesh with an axis data, or with one axis. A tuple or dict carries no "
             "plan: pass that from zerojax.plan."
         )
-    return plan._given_mesh or plan.mesh, plan.batch_axes
+    return dataclasses.replace(plan._splits, mesh=plan._given_mesh or plan.mesh)
 
 
-def local_parts(mesh: Mesh, axes: tuple[str, ...]) -> set[int]:
+def local_parts(splits: Splits) -> set[int]:
     """Returns the indices of the batch's parts that are on the devices of this process."""
-    size = axes_size(mesh, axes)
-    split = NamedSharding(mesh, PartitionSpec(axes))
+    size = splits.ways
+    split = NamedSharding(splits.mesh, PartitionSpec(splits.rows))
     slices = split.addressable_devices_indices_map((size,)).values()
     return {index[0].indices(size)[0] for index in slices if index is not None}

@@ -73,7 +73,7 @@ def explain(
             "the step has results that are not finite in this process. Run it in one process, "
             "which runs the loss again op by op to find the line."
         )
-    specs = [_batch.spec(role, plan.batch_axes) for role in roles]
+    specs = [_batch.spec(role._replace(tokens=None), plan._splits) for role in roles]
     jax.shard_map(
         lambda params, args: jax.tree.leaves(loss_fn(params, *args))[0],
         mesh=plan.mesh,

@@ -50,8 +50,8 @@ def pad_batch(
         [1. 2. 3. 4. 5. 1. 2. 3.] 5 3.0
     """
     _refusals.check_values(batch, "batch")
-    mesh, axes = _batch.mesh_and_axes(like)
-    roles = _batch.roles((batch,), batch_specs, axes)
+    splits = _batch.splits_of(like)
+    roles = _batch.roles((batch,), batch_specs, splits)
     name, examples = _batch.counted((batch,), roles)
     if not name:
         raise ValueError(
@@ -65,14 +65,14 @@ def pad_batch(
             "the batch is already on the devices of several processes. Pad what one process has "
             "loaded, and pass that to zerojax.shard_batch."
         )
-    if to is None and (mesh.is_multi_process or not examples):
+    if to is None and (splits.mesh.is_multi_process or not examples):
         raise ValueError(
             f"{name} has {examples} examples in this process, which does not tell how many the "
             "padded batch must have: other processes may have more or fewer. Pass to=, the number "
             "that a process has of a full batch."
         )
     _batch.check_accumulate(accumulate)
-    size = len(_batch.local_parts(mesh, axes))
+    size = len(_batch.local_parts(splits))
     ways = size * accumulate
     least = max(1, -(-examples // ways)) * ways
     rows = least if to is None else to

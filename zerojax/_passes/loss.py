@@ -75,10 +75,10 @@ class Loss:
 
     The outputs are the loss, which may be scaled (`dynamic_scale`), the leaves of its aux, and one
     for each name in `metrics`. Steps return their means over devices and microbatches, in float32
-    at least, among their metrics, so the names must be new. Of leaves of the aux, a device may have
-    a block along one of the `out_dims`. If it is `layered`, the loss takes what
-    differs by microbatch stacked, and returns all outputs stacked. `notes` are for the user, where
-    the step is printed.
+    at least, among their metrics, so the names must be new. `out_dims` has, for each leaf of the
+    aux, the dimension along which a device's output is a block of its sequences; () means none. If
+    it is `layered`, the loss takes what differs by microbatch stacked, and returns all outputs
+    stacked. `notes` are for the user, where the step is printed.
     """
 
     jaxpr: Jaxpr
@@ -88,8 +88,8 @@ class Loss:
     counter: Jaxpr | None = None
     layered: bool = False
     metrics: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
     out_dims: tuple[int | None, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def noting(self, *notes: str) -> "Loss":
         return dataclasses.replace(self, notes=(*self.notes, *notes))

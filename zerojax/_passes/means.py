@@ -8,9 +8,10 @@ of one number over the devices.
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextvars import ContextVar
 
 import jax
@@ -28,8 +29,20 @@ from zerojax._types import wide
 # The names of the calls below, by which `with_counts_first` and `check_gradients` find them.
 MEAN, COUNT, SUM = "zerojax_mean", "zerojax_count", "zerojax_sum"
 
-# The axes of the loss that is being traced, which may see no mesh to read them from.
+# The axes of the loss that is being traced, which may see no mesh to read them from, and the one of
+# them that splits no rows.
 AXES: ContextVar[tuple[str, ...]] = ContextVar("axes", default=())
+TOKENS: ContextVar[str | None] = ContextVar("tokens", default=None)
+
+
+@contextlib.contextmanager
+def over_rows(tokens: str | None) -> Generator[None]:
+    """Has means count over no axis `tokens`, whose devices see the same rows."""
+    before = TOKENS.set(tokens)
+    try:
+        yield
+    finally:
+        TOKENS.reset(before)
 
 
 def _as_array(name: str, value: ArrayLike | None) -> jax.Array:
@@ -65,13 +78,14 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
             f"zerojax.mean(values, where=mask): the mask is of dtype {mask.dtype}, and where= "
             "takes no weights. Pass weights > 0, and weigh the values yourself."
         )
-    axes = _compat.bound_axes() or AXES.get()
+    bound = _compat.bound_axes() or AXES.get()
+    axes = tuple(axis for axis in bound if axis != TOKENS.get())
 
     def zerojax_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
         dtype = wide(values.dtype)
         total = jnp.sum(jnp.where(mask, values, 0), dtype=dtype)
         count = jnp.sum(mask, dtype=dtype)
-        if axes:
+        if bound:
             total, count = zerojax_sum(total, axes).reshape(()), zerojax_count(count, axes)
         # Under accumulation the count is a mean over microbatches, and may be below 1.
         any_true = count > 0

@@ -84,7 +84,7 @@ def value_and_grad(
         _refusals.check_alive(params, "params")
         _refusals.check_alive(args, "batch")
         try:
-            _batch.check_pairs(every, options.batch_specs, plan.batch_axes)
+            _batch.check_pairs(every, options.batch_specs, plan._splits)
             inputs = _axis_types.computed_with((params, every))
             loss, aux, grads, *_ = loss_and_grads(with_kwargs, plan, options, *inputs)
         except Exception as error:
@@ -127,8 +127,9 @@ def loss_and_grads(
     values, treedef = jax.tree.flatten(plan._pad_params(params))
     shapes = [np.shape(value) for value in jax.tree.leaves(params)]
     arg_values = jax.tree.leaves(tuple(args))
-    roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
-    _batch.check(args, roles, plan.size, options.accumulate, _batch.pad_options(options, plan))
+    splits = plan._splits
+    roles = _batch.roles(args, options.batch_specs, splits)
+    _batch.check(args, roles, splits.ways, options.accumulate, _batch.pad_options(options, plan))
     program = _program(loss_fn, plan, options, params, args, roles, backward)
     leaves, updates = backward.state if backward else (), list(program.updates.values())
     state = [
@@ -186,6 +187,8 @@ def _program(
     backward: InBackward | None,
 ) -> Program:
     """Traces the loss at the shapes that one device sees, and makes the program of it."""
+    splits = plan._splits
+    _batch.check_tokens(args, roles, splits)
     arg_values, arg_tree = jax.tree.flatten(tuple(args))
     # Parameters have their full shapes here: the engine, which runs the jaxpr, gathers the shards,
     # and the loss never sees one.
@@ -200,13 +203,14 @@ def _program(
         shapes = seen_in(inputs, precision.compute, precision.param)
         has_aux, mutable = options.has_aux, options.mutable
         over, names = (plan.mesh, plan.batch_axes), (mutable, plan._absent, plan._explicit_mesh)
-        with explained_dtypes(precision.compute or precision.param), _noted_errors(plan):
+        explained = explained_dtypes(precision.compute or precision.param)
+        with explained, _noted_errors(plan), _means.over_rows(splits.tokens):
             return trace_loss(loss_fn, shapes, has_aux, *over, *names)
 
-    ways = plan.size * options.accumulate
+    ways = splits.ways * options.accumulate
     traced = trace(ways)
     _padding.check_closed_over(traced.jaxpr, traced.closed_over)
-    _means.check_gradients(traced.jaxpr, plan.mesh, plan.batch_axes)
+    _means.check_gradients(traced.jaxpr, plan.mesh, splits.rows)
     if plan.size > 1 and options.differentiates and options.batch_specs is None:
         _warn_of_whole(traced, roles, plan, trace)
     _, rows = _batch.counted(args, roles)
@@ -214,7 +218,8 @@ def _program(
     plan = plan._regathering(options.schedule.regather)
     microbatches = _batch.Microbatches(roles, options.accumulate)
     codecs = [codecs_of(leaf, precision, plan) for leaf in plan.params]
-    loss = rewritten(loss_of(traced.jaxpr, plan.params), plan, options, microbatches, codecs)
+    loss, have_rows = loss_of(traced.jaxpr, plan.params), jax.tree.leaves(per_example)
+    loss = rewritten(loss, plan, options, microbatches, codecs, have_rows)
     return Program(plan, options, traced, loss, microbatches, precision, per_example, backward)
 
 

@@ -26,7 +26,6 @@ from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan, fingerprint
 from zerojax._progress import working
 from zerojax._run import agreement as _agreement
-from zerojax._specs import axes_size
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import shape_dtype
 from zerojax._step.compiled import (
@@ -61,10 +60,10 @@ def _spelled_as_planned(args: Sequence[PyTree], plan: Plan, specs: PyTree) -> li
         return jax.device_put(value, place) if is_there else value
 
     def batch(value: PyTree, role: _batch.Role) -> PyTree:
-        place = NamedSharding(plan.mesh, _batch.spec(role, plan.batch_axes))
+        place = NamedSharding(plan.mesh, _batch.placed_spec(value, role, plan._splits))
         if isinstance(getattr(value, "sharding", None), NamedSharding):
             return spelled(value, place)
-        ways = axes_size(plan.mesh, plan.batch_axes) if role.kind == _batch.BATCH else 0
+        ways = plan._splits.ways if role.kind == _batch.BATCH else 0
         if not hasattr(value, "shape") or (ways and value.shape[role.dim] % ways):
             return value
         struct = shape_dtype(value)
@@ -75,7 +74,7 @@ def _spelled_as_planned(args: Sequence[PyTree], plan: Plan, specs: PyTree) -> li
         [spelled(*each) for each in zip(leaves, plan._shardings, strict=True)]
     )
     leaves, treedef = jax.tree.flatten(tuple(args[1:]))
-    roles = _batch.roles(args[1:], specs, plan.batch_axes)
+    roles = _batch.roles(args[1:], specs, plan._splits)
     return [state, *treedef.unflatten(map(batch, leaves, roles))]
 
 

@@ -9,9 +9,10 @@ from zerojax._kernel.travel import Codec
 from zerojax._loss.batch import REPLICATED, Microbatches
 from zerojax._passes.layered import layered
 from zerojax._passes.loss import Loss, Pass
-from zerojax._passes.means import has_counts, with_counts_first
+from zerojax._passes.means import has_counts, over_rows, with_counts_first
 from zerojax._passes.one_device import as_one_device
 from zerojax._passes.rolled import may_roll, roll
+from zerojax._passes.sequences import split_sequences
 from zerojax._plan.plan import Plan
 from zerojax._specs import axes_size
 from zerojax._step.step_options import LossOptions
@@ -23,10 +24,17 @@ def rewritten(
     options: LossOptions,
     microbatches: Microbatches,
     codecs: Sequence[tuple[Codec, Codec]],
+    have_rows: Sequence[bool] = (),
 ) -> Loss:
-    """Returns a loss after the passes that the options of a step ask for."""
+    """Returns a loss after the passes that the options of a step ask for. Of its aux, some leaves
+    have rows."""
     passes: list[Pass] = []
     schedule, is_sharded = options.schedule, axes_size(plan.mesh, plan.groups.params) > 1
+    # First, because it reads the loss as a user writes it.
+    if (how := plan.sequence) and (blocks := plan._splits.blocks) > 1:
+        dims = [role.tokens for role in microbatches.roles]
+        split = how.axis, blocks, dims, have_rows, how.most_gathered
+        passes.append(lambda loss: split_sequences(loss, *split))
     # Before layers are rolled up: that leaves no call of a mean, and puts some into loops.
     if options.accumulate > 1 and has_counts(loss):
         passes.append(with_counts_first)
@@ -43,4 +51,5 @@ def rewritten(
             result = each(result)
         return result
 
-    return as_one_device(run, plan.mesh, plan.batch_axes) if passes else loss
+    with over_rows(plan._splits.tokens):
+        return as_one_device(run, plan.mesh, plan.batch_axes) if passes else loss

@@ -135,7 +135,13 @@ class Program:
 
     def on_all_devices(self) -> Callable[..., PyTree]:
         """Returns the program of all devices together."""
-        return self.device.on_all_devices(self, self.in_specs(), self.out_specs())
+        program = self.device.on_all_devices(self, self.in_specs(), self.out_specs())
+
+        def padded(values: list[Array], args: list[Array], *others: PyTree) -> PyTree:
+            return program(values, self.microbatches.with_blocks(args, blocks), *others)
+
+        blocks = self.plan._splits.blocks
+        return padded if blocks > 1 else program
 
     # -- its inputs and outputs, as `shard_map` sees them
 
@@ -145,7 +151,7 @@ class Program:
 
     def in_specs(self) -> tuple[list[PyTree], ...]:
         params = [leaf.rest.local for leaf in self.plan.params]
-        args = [_batch.spec(role, self.plan.batch_axes) for role in self.microbatches.roles]
+        args = [_batch.spec(role, self.plan._splits) for role in self.microbatches.roles]
         state = [self.state_specs(update) for update in self.updates.values()]
         return params, args, [PartitionSpec()] * len(self.traced.closed_over), state
 
@@ -166,8 +172,12 @@ class Program:
         return [leaf.update.local for leaf in leaves if not stays(leaf)]
 
     def out_specs(self) -> Results:
-        batch, replicated = PartitionSpec(self.plan.batch_axes), PartitionSpec()
-        aux = jax.tree.map(lambda rows: batch if rows else replicated, self.per_example)
+        replicated = PartitionSpec()
+        have_rows, treedef = jax.tree.flatten(self.per_example)
+        kinds = [_batch.BATCH if rows else _batch.REPLICATED for rows in have_rows]
+        dims = self.loss.out_dims or [None] * len(kinds)
+        roles = [_batch.Role(kind, 0, dim) for kind, dim in zip(kinds, dims, strict=True)]
+        aux = treedef.unflatten(_batch.spec(role, self.plan._splits) for role in roles)
         aux = aux, [replicated] * len(self.loss.metrics)
         specs: Any = Results  # of specs, in place of arrays
         if not self.options.differentiates:
@@ -192,7 +202,7 @@ class Program:
         """`state` has, for each parameter that backward updates, the state that is updated with it,
         the state that its update only reads, and `Updating.old`."""
         device, params = self.device, self.params
-        args = self.microbatches.prepared(args, self.plan.batch_axes, self.precision.compute)
+        args = self.microbatches.prepared(args, self.plan._splits.rows, self.precision.compute)
         dtypes = self.travel_dtypes
         values = self.loss.feed.fed(values, dtypes)
         each = zip(params, values, dtypes, strict=True)
@@ -293,7 +303,7 @@ class Program:
         like = list(map(type_of, counter.outvars))
         totals, _ = self.microbatches.summed(count, args, like)
         times = self.options.accumulate
-        return [lax.psum(t, self.plan.batch_axes) / times for t in totals]
+        return [lax.psum(t, self.plan._splits.rows) / times for t in totals]
 
     # -- results
 

@@ -182,7 +182,7 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
 
 def _specs_text(reference: Reference, roles: Sequence[_batch.Role]) -> str:
     pairs = zip(_state.leaves_with_paths(reference.args[0]), roles, strict=False)
-    specs = {x.name: _batch.spec(role, reference.plan.batch_axes) for x, role in pairs}
+    specs = {x.name: _batch.spec(role, reference.plan._splits) for x, role in pairs}
     return str(specs.get("", specs)).replace(",)", ")")  # P('data'), not P('data',)
 
 

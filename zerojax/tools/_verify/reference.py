@@ -87,16 +87,17 @@ class Reference:
     ) -> None:
         self.recipe, self.plan = recipe, plan
         self.device = plan.mesh.devices.flat[0] if device is None else device
-        self.roles = _batch.roles(args, recipe.options.batch_specs, plan.batch_axes)
+        self.roles = _batch.roles(args, recipe.options.batch_specs, plan._splits)
         options = recipe.options
         padding = _batch.pad_options(options, plan)
-        _batch.check(args, self.roles, plan.size, options.accumulate, padding)
+        _batch.check(args, self.roles, plan._splits.ways, options.accumulate, padding)
         _check_fits(plan, self.device)
         self.state = self.moved(on_host(state, plan))
         self.args = self.moved(args)
         self.precision = precision_of(plan, recipe.options.precision)
-        # The user's own axes have size 1 here, so that a loss may name them.
-        sizes = {a: n if a in plan.batch_axes else 1 for a, n in plan.mesh.shape.items()}
+        # The user's own axes have size 1 here, so that a loss may name them. So has the axis of
+        # sequences, which are whole.
+        sizes = {a: n if a in plan._splits.rows else 1 for a, n in plan.mesh.shape.items()}
         sizes |= dict.fromkeys(sorted(plan._absent), 1)
         self.split: Sizes = {**sizes, MICROBATCH_AXIS: recipe.options.accumulate}
         self.has_keys = any(role.kind == _batch.KEY for role in self.roles)

@@ -154,7 +154,7 @@ def _mesh_like(
     leaves that the plan pads, and the largest."""
     names = [axis for axis, n in plan.mesh.shape.items() if n > 1]
     devices = jax.local_devices()
-    roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
+    roles = _batch.roles(args, options.batch_specs, plan._splits)
     # A number that all devices here divide is one that some mesh of them does.
     padding = f", accumulate={options.accumulate}" if options.accumulate > 1 else ""
     ranked, refused = [], None
@@ -164,7 +164,7 @@ def _mesh_like(
         if math.prod(sizes) > len(devices):
             continue
         try:
-            ways = math.prod(shape[axis] for axis in plan.batch_axes)
+            ways = math.prod(shape[axis] for axis in plan._splits.rows)
             _batch.check(args, roles, ways, options.accumulate, padding)
         except ValueError as error:
             refused = error
@@ -215,7 +215,8 @@ def _placed_like(
         source,
         stage=plan.stage,
         mesh=mesh,
-        axis=plan.batch_axes,
+        axis=plan._splits.rows or None,
+        sequence=plan.sequence,
         groups=dataclasses.asdict(plan.groups) if is_sharded else None,
         overrides={f"^{re.escape(leaf.path)}$": leaf.update.spec for leaf in params},
         min_shard_size=0,
@@ -242,15 +243,15 @@ def _collectives(
 ) -> tuple[list[Check], list[str]]:
     """Compares the collectives of both steps, by the parameters that they are of."""
     options = step.recipe.options
-    roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
+    roles = _batch.roles(args, options.batch_specs, plan._splits)
     leaves, treedef = jax.tree.flatten(args)
 
     def grown(leaf: PyTree, role: _batch.Role) -> jax.ShapeDtypeStruct:
         """Returns the shape with as many rows for each device of the large mesh."""
-        part = _batch.part_shape(leaf, role, small.size)
+        part = _batch.part_shape(leaf, role, small._splits.ways)
         shape = [*part.shape]
         if role.kind == _batch.BATCH:
-            shape[role.dim] *= plan.size
+            shape[role.dim] *= plan._splits.ways
         return jax.ShapeDtypeStruct(shape, part.dtype)
 
     batch, *rng = treedef.unflatten(map(grown, leaves, roles))

@@ -1,0 +1,177 @@
+"""Batches whose sequences a step splits: where they rest, what a loss gets, and mistakes."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
+
+import zerojax
+from tests.support.reference import assert_close, train_state
+from zerojax import Sequences
+from zerojax._loss.batch import BATCH, KEY, REPLICATED, Role, roles, spec
+
+PARAMS = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(12, 16)), jnp.float32) / 4}
+DRAWN = np.random.default_rng(1)
+
+
+def mesh_of(**sizes):
+    devices = np.array(jax.devices()[: math.prod(sizes.values())])
+    types = (AxisType.Auto,) * len(sizes)
+    return Mesh(devices.reshape(*sizes.values()), tuple(sizes), axis_types=types)
+
+
+MESHES = {
+    "2 x 4": {"data": 2, "sequence": 4},
+    "1 x 7": {"data": 1, "sequence": 7},
+    "8": {"sequence": 8},
+    "4 x 1": {"data": 4, "sequence": 1},
+    "4 x 2": {"sequence": 4, "data": 2},
+}
+
+
+def placed(sizes=MESHES["2 x 4"], **options):
+    state = train_state(PARAMS, optax.sgd(1.0))
+    options = {"min_shard_size": 0, "sequence": "sequence"} | options
+    return zerojax.shard_train_state(state, mesh=mesh_of(**sizes), **options)
+
+
+def batch_of(rows=8, tokens=16):
+    return {
+        "x": DRAWN.normal(size=(rows, tokens, 12)).astype(np.float32),
+        "mask": DRAWN.random((rows, tokens)) < 0.6,
+        "label": DRAWN.integers(0, 8, rows),
+    }
+
+
+def loss(params, batch, rng=None):
+    """Over tokens, it takes sums only."""
+    out = jnp.tanh(batch["x"] @ params["w"])
+    if rng is not None:
+        out = out * jax.random.uniform(rng, (out.shape[0], 1, 1))
+    errors = jnp.mean((out - batch["label"][:, None, None]) ** 2, -1)
+    aux = {"errors": errors, "longest": jnp.max(batch["mask"].sum(1)), "rows": errors[:, 0]}
+    return zerojax.mean(errors, where=batch["mask"]), aux
+
+
+@pytest.mark.parametrize("tokens", [16, 18])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", MESHES)
+def test_a_step_gives_what_one_device_gives(name, accumulate, tokens):
+    batch = batch_of(tokens=tokens)
+    (value, aux), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(PARAMS, batch)
+    state = placed(MESHES[name])
+    step = zerojax.train_step(loss, accumulate=accumulate, donate=False)
+    for each in (batch, zerojax.shard_batch(batch, state)):
+        new, metrics = step(state, each)
+        assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-6)
+        np.testing.assert_allclose(metrics["aux"]["errors"], aux["errors"], rtol=1e-5)
+        np.testing.assert_allclose(metrics["aux"]["rows"], aux["rows"], rtol=1e-5)
+        assert_close(jax.tree.map(jnp.subtract, PARAMS, zerojax.unpad(new).params), grads, 1e-5)
+    evaluated = zerojax.eval_step(loss)(state, batch)
+    assert float(evaluated["loss"]) == pytest.approx(float(value), rel=1e-6)
+
+
+def test_leaves_rest_in_blocks_where_the_devices_divide_their_tokens():
+    state = placed()
+    whole = zerojax.shard_batch({**batch_of(), "uneven": np.ones((8, 18, 3))}, state)
+    specs = {name: value.sharding.spec for name, value in whole.items()}
+    both = P("data", "sequence")
+    assert specs == {"x": both, "mask": both, "label": P("data"), "uneven": P("data")}
+    assert whole["x"].addressable_shards[0].data.shape == (4, 4, 12)
+    alone = zerojax.shard_batch(np.ones((3, 16)), placed(MESHES["8"]))
+    assert alone.sharding.spec == P(None, "sequence")  # 8 devices share any number of rows
+    plan = state.tx.plan
+    shapes = jax.eval_shape(lambda: batch_of())
+    assert zerojax.aot.batch(shapes, plan)["mask"].sharding.spec == both
+    padded, mask = zerojax.pad_batch(batch_of(rows=3), plan)
+    assert padded["x"].shape == (4, 16, 12) and mask.sum() == 3  # for 2 devices, not 8
+    assert zerojax.run.process_slice(4, plan) == slice(0, 4)
+    assert zerojax.shard_batch(np.ones((4, 16)), plan.mesh).sharding.spec == P("data")
+
+
+def test_zero_shards_over_all_axes_and_says_which_one_splits_sequences():
+    plan = placed().tx.plan
+    assert (plan.size, plan.batch_axes) == (8, ("data", "sequence"))
+    assert plan.params[0].rest.axes == ("sequence", "data")
+    assert plan.sequence == Sequences("sequence", 0.1)
+    assert "over data=2 x sequence=4 (cpu)" in str(plan) and "sequences over sequence" in str(plan)
+    limited = placed(sequence=Sequences(most_gathered=0.5)).tx.plan
+    without = placed(sequence=None, axis=plan.batch_axes).tx.plan
+    assert len({plan, limited, without, placed().tx.plan}) == 3
+    levels = {"node": 2, "gpu": 2, "sequence": 2}
+    grouped = dict.fromkeys(("params", "grads", "opt_state"), "gpu")
+    assert placed(levels, groups=grouped).tx.plan.batch_axes == (*levels,)
+    assert placed(levels, axis=("gpu", "node")).tx.plan.batch_axes == (*levels,)
+    assert placed(MESHES["4 x 2"], sequence="data", axis="sequence").tx.plan.size == 8
+
+
+PARTS = zerojax.plan((PARAMS, ()), mesh=mesh_of(data=2, sequence=4), sequence="sequence")._splits
+BOTH, KEYS = P("data", "sequence"), jax.random.split(jax.random.key(0), (8, 16))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "written", "role"),
+    [
+        (np.ones((8, 16)), None, Role(BATCH, 0, 1)),
+        (np.ones((8, 4, 2)), None, Role(BATCH, 0, 1)),
+        (np.ones((8, 3)), None, Role(BATCH)),  # as a label, with fewer than there are devices
+        (np.ones(8), None, Role(BATCH)),
+        (1.0, None, Role(REPLICATED)),
+        (jax.random.key(0), None, Role(KEY)),
+        (KEYS, None, Role(BATCH)),
+        (np.ones((8, 16)), P("data", None), Role(BATCH)),
+        (np.ones((8, 16)), P(("data",), ("sequence",)), Role(BATCH, 0, 1)),
+        (np.ones((3, 8, 16)), P(None, "data", "sequence"), Role(BATCH, 1, 2)),
+        (np.ones((8, 3, 16)), P("data", None, "sequence"), Role(BATCH, 0, 2)),
+        (np.ones((16, 8)), P("sequence", "data"), Role(BATCH, 1, 0)),
+        (np.ones((3, 16)), P(None, "sequence"), Role(REPLICATED, 0, 1)),
+        (np.ones((8, 16)), P(), Role(REPLICATED)),
+    ],
+)
+def test_a_leaf_has_a_role_by_its_shape_or_its_spec(leaf, written, role):
+    assert roles((leaf,), written, PARTS) == [role]
+    again = roles((leaf,), spec(role, PARTS), PARTS)
+    assert role.kind == KEY or again == [role]
+
+
+def step_on(batch, written=None, **options):
+    step = zerojax.train_step(lambda p, b: jnp.sum(p["w"]), batch_specs=written)
+    return lambda: step(placed(**options), batch)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: placed(sequence="seq"), r"'seq' is no axis of the mesh.*\('data', 'sequence'\)"),
+        (lambda: placed({"data": 8}), r"mesh=zerojax.mesh\(data=-1, sequence=2\)"),
+        (
+            lambda: placed(axis=("data", "sequence")),
+            r"axis=\('data', 'sequence'\) splits rows over it. Leave it out of axis=",
+        ),
+        (lambda: placed(sequence="data", axis="data"), r"'data' splits sequences, and axis='data'"),
+        (lambda: placed(sequence=4), r"sequence=4 must name one axis.*zerojax.mesh\(data=2, seq"),
+        (lambda: placed(sequence=("sequence",)), r"\('sequence',\) must name one axis"),
+        (lambda: Sequences(("a", "b")), r"axis=\('a', 'b'\)\) must name one axis of the mesh"),
+        (lambda: Sequences(most_gathered=-1), r"most_gathered=-1\).*Pass 0.1, or math.inf"),
+        (lambda: Sequences(most_gathered="0.1"), r"most_gathered='0.1'\) must be a share"),
+        (
+            step_on(np.ones((8, 3))),
+            r"splits nothing of this batch \(the batch \[8, 3\]\).*4 tokens or more.*whole seq",
+        ),
+        (step_on(np.ones(8)), r"P?artitionSpec\('data', None, 'sequence'\).*without sequence=\."),
+        (step_on(np.ones((8, 16)), P("data")), r"splits nothing of this batch"),
+        (step_on(np.ones((8, 3)), BOTH), r"3 tokens are fewer than the 4 devices of 'sequence'"),
+        (step_on(np.ones((16, 16)), P("sequence", "sequence")), r"P\('data', 'sequence'\) where"),
+        (step_on(np.ones((16, 16)), P(("data", "sequence"))), r"split over 'data'. Use P\('data'"),
+        (step_on(np.ones((16, 16)), P("data", "seq")), r"has P.*'seq'.* the second has tokens"),
+        (step_on(np.ones(16), BOTH), r"for the batch of shape \(16,\)"),
+        (step_on(np.ones((7, 16))), r"7 examples, which do not divide over 2 devices"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_compiles(call, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        call()
