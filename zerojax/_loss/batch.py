@@ -280,15 +280,19 @@ class Microbatches:
         pairs = zip(cast_floats(list(args), compute), self.roles, strict=True)
         return [jax.random.fold_in(x, device) if role.kind == KEY else x for x, role in pairs]
 
-    def with_blocks(self, args: Sequence[Array], blocks: int) -> list[Array]:
-        """Returns the arguments with their last tokens repeated until `blocks` divide them."""
+    def with_blocks(self, args: Sequence[Array], splits: Splits) -> list[Array]:
+        """Returns the arguments with their last tokens repeated until the devices divide them."""
 
-        def padded(value: Array, dim: int | None) -> Array:
-            short = 0 if dim is None else -value.shape[dim] % blocks
-            widths = [(0, short * (d == dim)) for d in range(value.ndim)]
-            return jnp.pad(value, widths, "edge") if short else value
+        def padded(value: Array, role: Role) -> Array:
+            short = 0 if role.tokens is None else -value.shape[role.tokens] % splits.blocks
+            if not short:
+                return value
+            widths = [(0, short * (dim == role.tokens)) for dim in range(value.ndim)]
+            # Whole on each device, from which it takes its block: XLA would send parts of blocks.
+            rows = NamedSharding(splits.mesh, spec(role._replace(tokens=None), splits))
+            return lax.with_sharding_constraint(jnp.pad(value, widths, "edge"), rows)
 
-        return [padded(value, role.tokens) for value, role in zip(args, self.roles, strict=True)]
+        return [padded(value, role) for value, role in zip(args, self.roles, strict=True)]
 
     def stacked(self, args: Sequence[Array]) -> list[Array]:
         """Returns the arguments of all microbatches, stacked where they differ.

@@ -138,10 +138,10 @@ class Program:
         program = self.device.on_all_devices(self, self.in_specs(), self.out_specs())
 
         def padded(values: list[Array], args: list[Array], *others: PyTree) -> PyTree:
-            return program(values, self.microbatches.with_blocks(args, blocks), *others)
+            return program(values, self.microbatches.with_blocks(args, splits), *others)
 
-        blocks = self.plan._splits.blocks
-        return padded if blocks > 1 else program
+        splits = self.plan._splits
+        return padded if splits.blocks > 1 else program
 
     # -- its inputs and outputs, as `shard_map` sees them
 
