@@ -187,22 +187,29 @@ def with_inner_jaxpr(eqn: JaxprEqn, jaxpr: Jaxpr, added: Sequence[Var]) -> Jaxpr
     return eqn.replace(params={**eqn.params, "jaxpr": jaxpr})
 
 
-def derivatives(eqn: JaxprEqn) -> list[tuple[Jaxpr, Sequence[ArrayLike]]]:
+Closed = tuple[Jaxpr, Sequence[ArrayLike]]  # an open jaxpr, and its constants
+
+
+def derivatives(eqn: JaxprEqn) -> list[Closed]:
     """Returns the jaxprs of the derivative that a user wrote for an equation, with constants."""
     if thunk := eqn.params.get("jvp_jaxpr_fun"):
         jaxpr, consts, *_ = thunk.call_wrapped(*_no_zeros(eqn))
         return [(jaxpr, consts)]
     if not eqn.params.get("fwd_jaxpr_thunk"):
         return []
-    forward, _, backward = vjp_rules(eqn)
+    forward, _, backward, _ = vjp_rules(eqn)
     return [forward, backward]
 
 
 def vjp_rules(
     eqn: JaxprEqn,
-) -> tuple[tuple[Jaxpr, Sequence[ArrayLike]], list[int | None], tuple[Jaxpr, Sequence[ArrayLike]]]:
+) -> tuple[Closed, list[int | None], Closed, list[bool]]:
     """Returns the jaxpr that returns what backward needs and then the results, and that of
-    backward. Between them, for each thing that it needs: which operand that is, if it is one."""
+    backward.
+
+    After the first comes, for each thing that backward needs, which operand that is, if it is one;
+    after the second, whether an operand has a gradient.
+    """
     jaxpr, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*_no_zeros(eqn))
     _, residuals, places = eqn.params["out_trees"]()
     kept = residuals.num_leaves - sum(place is not None for place in places)
@@ -210,8 +217,11 @@ def vjp_rules(
     avals = [next(new).aval if at is None else eqn.invars[at].aval for at in places]
     avals += [v.aval.to_tangent_aval() for v in jaxpr.outvars[kept:]]
     inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    backward = jax.make_jaxpr(eqn.params["bwd"].call_wrapped)(*inputs)
-    return (jaxpr, consts), list(places), opened(backward)
+    trace = jax.make_jaxpr(eqn.params["bwd"].call_wrapped, return_shape=True)
+    backward, grads = trace(*inputs)
+    grads = grads[0] if isinstance(grads, tuple) else grads  # with logs, from 0.12 on
+    have = [bool(jax.tree.leaves(grad)) for grad in grads]
+    return (jaxpr, consts), list(places), opened(backward), have
 
 
 def _no_zeros(eqn: JaxprEqn) -> list[bool]:

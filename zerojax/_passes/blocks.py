@@ -20,6 +20,10 @@ from jax.typing import ArrayLike
 from zerojax._jaxprs import ELEMENTWISE, primitives, type_of
 from zerojax._types import Shape, wide
 
+EACH = ELEMENTWISE | primitives("""
+bessel_i0e bessel_i1e clz complex igamma igamma_grad_a igammac name polygamma random_gamma_grad
+regularized_incomplete_beta threefry2x32 zeta
+""")
 # Of collectives, those that leave elements at their places.
 IN_PLACE = primitives("psum psum_invariant pmax pmin ppermute pvary pcast")
 SCATTERS = primitives("scatter scatter_add scatter-add scatter_mul scatter_min scatter_max")
@@ -254,7 +258,7 @@ def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:
     def but(*dims: int) -> list[dict[int, int]]:
         return [{d: d for d in range(rank) if d not in dims} for rank in ranks]
 
-    if name in ELEMENTWISE:  # dimensions of length 1 are repeated
+    if name in EACH:  # dimensions of length 1 are repeated
         return [{d: d for d, n in enumerate(shape) if n == out[d]} for shape in shapes]
     if name.startswith("cum"):
         return but(params["axis"])

@@ -227,7 +227,7 @@ def custom_vjp(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
         return [v.array for v in outputs]
 
     def forward(*arrays: Array) -> tuple[list[Array], list[Array]]:
-        (rule, consts), forwarded, _ = _compat.vjp_rules(eqn)
+        (rule, consts), forwarded, *_ = _compat.vjp_rules(eqn)
         values = _refilled(inputs, arrays)
         with s.scope():
             outs = iter([s.settled(v, eqn) for v in s.run(rule, consts, values)])
@@ -237,17 +237,21 @@ def custom_vjp(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
         return results, [v.array for v in kept]
 
     def backward(residuals: list[Array], grads: list[Array]) -> tuple[Any, ...]:
-        *_, (rule, consts) = _compat.vjp_rules(eqn)
+        *_, (rule, consts), have = _compat.vjp_rules(eqn)
         whole = [
             s.axis.summed(g) if v.at is None else s.axis.counting(g, v.at, v.shape, 0)
             for v, g in zip(outputs, grads, strict=True)
         ]
         with s.scope():
             values = [*_refilled(kept, residuals), *_refilled(outputs, whole)]
-            outs = s.run(rule, consts, values)
-            pairs = zip(outs, inputs, strict=True)
-            arrays = [(s.array(v, like.at, eqn, "a derivative"), like) for v, like in pairs]
-        return tuple(a if like.at or _has_none(a) else a / s.axis.size for a, like in arrays)
+            grads_of = iter(s.run(rule, consts, values))
+
+            def grad(like: Value) -> Array:
+                array = s.array(next(grads_of), like.at, eqn, "a derivative")
+                is_shared = like.at is None and array.dtype != jax.dtypes.float0
+                return array / s.axis.size if is_shared else array
+
+            return tuple(grad(v) if has else None for v, has in zip(inputs, have, strict=True))
 
     code.defvjp(forward, backward)
     with scoped(eqn):
@@ -336,11 +340,6 @@ def _refilled(values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
 
 def _nbytes(array: Array) -> int:
     return array.size * array.dtype.itemsize
-
-
-def _has_none(grad: Array) -> bool:
-    """Whether it is JAX's zero of an integer."""
-    return grad.dtype == jax.dtypes.float0
 
 
 def _adds_up(jaxpr: Jaxpr, consts: int, carried: int) -> bool:
