@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from zerojax import _compat
 from zerojax._jaxprs import is_var, type_of
 from zerojax._passes.blocks import Blocks
-from zerojax._passes.splitter import MIXED, Splitter, Value
+from zerojax._passes.splitter import CARRIES, SUMS, Splitter, Value
 from zerojax._types import Shape
 
 
@@ -98,7 +98,7 @@ def scan(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
             rows[:] = [(v.shape, v.at) for v in ys]
             return state, [v.array for v in ys]
 
-        first = [s.array(v, at, eqn, "a carry") for v, at in zip(carry, places, strict=True)]
+        first = [s.array(v, at, eqn) for v, at in zip(carry, places, strict=True)]
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
         state, ys = lax.scan(body, first, [v.array for v in xs], **options)
         above = [
@@ -121,7 +121,7 @@ def while_loop(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
             inputs = [*operands[:tests], *_like(carry, state, places)]
             with s.scope():
                 (out,) = s.run(*_compat.opened(params["cond_jaxpr"]), inputs)
-                return s.array(out, None, eqn, "a condition")
+                return s.array(out, None, eqn)
 
         def body(state: list[Array]) -> list[Array]:
             inputs = [*operands[tests : tests + consts], *_like(carry, state, places)]
@@ -129,7 +129,7 @@ def while_loop(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
                 outs = s.run(*_compat.opened(params["body_jaxpr"]), inputs)
                 return returned(s, outs, places, eqn)
 
-        first = [s.array(v, at, eqn, "a carry") for v, at in zip(carry, places, strict=True)]
+        first = [s.array(v, at, eqn) for v, at in zip(carry, places, strict=True)]
         return _like(carry, lax.while_loop(test, body, first), places)
 
     with scoped(eqn):
@@ -156,7 +156,7 @@ def returned(
     better = [at or natural for at, natural in zip(places, naturals, strict=True)]
     if better != places:
         raise RetryError(better)
-    return [s.array(v, at, eqn, "a carry") for v, at in zip(outs, places, strict=True)]
+    return [s.array(v, at, eqn) for v, at in zip(outs, places, strict=True)]
 
 
 def cond(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -170,7 +170,7 @@ def cond(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
             if is_trial:
                 places[:] = [at or s.natural(v) for v, at in zip(outs, places, strict=True)]
             pairs = zip(outs, places, strict=True)
-            return [s.array(v, at, eqn, "a branch") for v, at in pairs]
+            return [s.array(v, at, eqn) for v, at in pairs]
 
     places += [None] * len(eqn.outvars)
     with scoped(eqn):
@@ -178,7 +178,7 @@ def cond(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
             with s.scope(times=0):
                 jax.eval_shape(functools.partial(branch, *each, True))
         codes = [functools.partial(branch, *each, False) for each in branches]
-        arrays = lax.switch(s.array(index, None, eqn, "an index"), codes)
+        arrays = lax.switch(s.array(index, None, eqn), codes)
     shapes = [type_of(v).shape for v in eqn.outvars]
     return [Value(*each) for each in zip(shapes, arrays, places, strict=True)]
 
@@ -201,7 +201,7 @@ def custom_jvp(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
         with s.scope():
             outs = s.run(rule, consts, values)
             pairs = zip(outs, [*outputs, *outputs], strict=True)
-            arrays = [s.array(v, like.at, eqn, "a derivative") for v, like in pairs]
+            arrays = [s.array(v, like.at, eqn) for v, like in pairs]
         return arrays[: len(outputs)], arrays[len(outputs) :]
 
     code.defjvp(jvp)
@@ -233,7 +233,7 @@ def custom_vjp(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
             outs = iter([s.settled(v, eqn) for v in s.run(rule, consts, values)])
             kept[:] = [next(outs) if at is None else values[at] for at in forwarded]
             pairs = zip(outs, outputs, strict=True)
-            results = [s.array(v, like.at, eqn, "a derivative") for v, like in pairs]
+            results = [s.array(v, like.at, eqn) for v, like in pairs]
         return results, [v.array for v in kept]
 
     def backward(residuals: list[Array], grads: list[Array]) -> tuple[Any, ...]:
@@ -247,7 +247,7 @@ def custom_vjp(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
             grads_of = iter(s.run(rule, consts, values))
 
             def grad(like: Value) -> Array:
-                array = s.array(next(grads_of), like.at, eqn, "a derivative")
+                array = s.array(next(grads_of), like.at, eqn)
                 is_shared = like.at is None and array.dtype != jax.dtypes.float0
                 return array / s.axis.size if is_shared else array
 
@@ -271,10 +271,9 @@ def scan_of_tokens(
     """
     consts, carried = _compat.scan_counts(eqn.params)
     length, reverse = eqn.params["length"], eqn.params["reverse"]
-    what = "a scan over tokens"
-    fixed = [Value(v.shape, s.array(v, None, eqn, MIXED)) for v in others[:consts]]
-    first = [jnp.asarray(s.array(v, None, eqn, "a carry")) for v in others[consts:]]
-    steps = [s.array(v, Blocks(0), eqn, what) for v in rows]
+    fixed = [Value(v.shape, s.array(v, None, eqn)) for v in others[:consts]]
+    first = [jnp.asarray(s.array(v, None, eqn)) for v in others[consts:]]
+    steps = [s.array(v, Blocks(0), eqn) for v in rows]
     block, index = s.axis.block(length), s.axis.index
     counts = index * block + jnp.arange(block) < length
     jaxpr, inner = _compat.inner_jaxpr(eqn)
@@ -284,7 +283,7 @@ def scan_of_tokens(
         inputs = [*fixed, *_like(others[consts:], state)]
         inputs += [Value(v.shape[1:], x) for v, x in zip(rows, row, strict=True)]
         with s.scope(block):
-            outs = [s.array(v, None, eqn, what) for v in s.run(jaxpr, inner, inputs, eqn)]
+            outs = [s.array(v, None, eqn) for v in s.run(jaxpr, inner, inputs, eqn)]
         new = outs[:carried]
         if length % s.axis.size:
             new = [jnp.where(counts, a, b) for a, b in zip(new, state, strict=True)]
@@ -297,11 +296,11 @@ def scan_of_tokens(
     with scoped(eqn):
         if _adds_up(jaxpr, consts, carried):
             sums, ys = block_of(list(map(jnp.zeros_like, first)))
-            with s.sending("sums", eqn, sum(map(_nbytes, sums))):
+            with s.sending(SUMS, eqn, sum(map(_nbytes, sums))):
                 state = [a + s.axis.summed(b) for a, b in zip(first, sums, strict=True)]
         else:
             turns = s.axis.size - 1
-            with s.sending("carries", eqn, turns * sum(map(_nbytes, first))):
+            with s.sending(CARRIES, eqn, turns * sum(map(_nbytes, first))):
                 state, ys = in_turn(s, block_of, first, reverse)
     shapes = [type_of(v).shape for v in eqn.outvars[carried:]]
     above = [Value(shape, y, Blocks(0)) for shape, y in zip(shapes, ys, strict=True)]

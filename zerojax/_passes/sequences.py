@@ -24,11 +24,20 @@ from zerojax._jaxprs import nbytes, type_of
 from zerojax._passes.blocks import SCATTERS, Axis, Blocks, parallel
 from zerojax._passes.control import CONTROL
 from zerojax._passes.loss import Loss
-from zerojax._passes.splitter import MIXED, Places, Rule, Sent, Splitter, Value
+from zerojax._passes.splitter import (
+    HALO,
+    HEADS,
+    KEYS,
+    OTHERS,
+    SUMS,
+    TOKENS,
+    Places,
+    Rule,
+    Sent,
+    Splitter,
+    Value,
+)
 from zerojax._table import human_bytes
-
-KEYS, HEADS = "keys and values", "heads"
-
 
 # -- sums, and what is like one
 
@@ -38,15 +47,15 @@ def reduced(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -
     (value, *_), (at, *_) = operands, places
     if at is None or at.dim not in axes or name not in FILLS:
         return None
-    array = s.array(value, at, eqn, "operands")
+    if name.startswith("arg") and not at.is_plain:
+        return None
+    array = s.array(value, at, eqn)
     array = s.axis.counting(array, at, value.shape, fill_of(name, array.dtype))
-    with s.sending("sums", eqn, _bytes_of(eqn)):
+    with s.sending(SUMS, eqn, _bytes_of(eqn)):
         match name:
             case "reduce_max" | "reduce_min":
                 out = s.axis.largest(array, axes, 1 if name == "reduce_max" else -1)
             case "argmax" | "argmin":
-                if not at.is_plain:
-                    return None
                 out = _place_of_largest(s.axis, eqn, array, at, value.shape)
             case "reduce_sum":
                 out = s.axis.summed(_compat.bind(eqn, [array])[0])
@@ -103,12 +112,12 @@ def accumulated(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Place
     (value,), (at,), name = operands, places, eqn.primitive.name
     if at is None or at.dim != eqn.params["axis"] or not at.is_plain or name not in FILLS:
         return None
-    array = s.array(value, at, eqn, "operands")
+    array = s.array(value, at, eqn)
     fill, reverse, dim = fill_of(name, array.dtype), eqn.params["reverse"], at.dim
     array = _compat.bind(eqn, [s.axis.counting(array, at, value.shape, fill)])[0]
     edge = 0 if reverse else array.shape[dim] - 1
     total = lax.slice_in_dim(array, edge, edge + 1, axis=dim)
-    with s.sending("sums", eqn, s.axis.size * total.size * total.dtype.itemsize):
+    with s.sending(SUMS, eqn, s.axis.size * total.size * total.dtype.itemsize):
         totals = lax.all_gather(total, s.axis.name)
     devices = lax.broadcasted_iota(jnp.int32, totals.shape, 0)
     is_before = devices > s.axis.index if reverse else devices < s.axis.index
@@ -142,11 +151,11 @@ def windowed(
     """Returns what this device reads for its block of a result of so much length, of which element
     i reads `width` elements from `first + i * stride` on."""
     step, read = s.axis.block(length) * stride, (s.axis.block(length) - 1) * stride + width
-    array, size = s.array(value, at, eqn, "operands"), value.shape[at.dim]
+    array, size = s.array(value, at, eqn), value.shape[at.dim]
     halo = sum(s.axis.reach(size, first, step, read))
     is_far = halo > 2 * s.axis.block(size)
     sent = value.nbytes // size * (size if is_far else halo)
-    with s.sending(MIXED if is_far else "halo", eqn, sent):
+    with s.sending(OTHERS if is_far else HALO, eqn, sent):
         return s.axis.window(array, at.dim, size, first, step, read, fill)
 
 
@@ -173,9 +182,9 @@ def _tokens(s: Splitter, eqn: JaxprEqn, value: Value, at: Blocks, numbers: Array
     here = numbers - s.axis.index * s.axis.block(value.shape[at.dim])
     # A negative index would count from the end.
     here = jnp.where(here < 0, value.shape[at.dim], here)
-    array = s.array(value, at, eqn, "operands")
+    array = s.array(value, at, eqn)
     rows = jnp.take(array, here, axis=at.dim, mode="fill", fill_value=0)
-    with s.sending("single tokens", eqn, rows.size * rows.dtype.itemsize):
+    with s.sending(TOKENS, eqn, rows.size * rows.dtype.itemsize):
         return s.axis.summed(rows)
 
 
@@ -183,7 +192,7 @@ def _unless_few(s: Splitter, eqn: JaxprEqn, value: Value) -> Value:
     """Returns a value in blocks, or whole if it has fewer tokens than there are devices."""
     if value.at is None or value.at.length(value.shape) >= s.axis.size:
         return value
-    return Value(value.shape, s.array(value, None, eqn, "single tokens"))
+    return Value(value.shape, s.array(value, None, eqn, TOKENS))
 
 
 def taken_apart(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
@@ -210,7 +219,7 @@ def padded(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) ->
             return None
         if value.shape[dim] % s.axis.size:
             return None
-        array = s.array(value, at, eqn, "operands")
+        array = s.array(value, at, eqn)
         config[dim] = (low, interior - low, interior)
     else:
         array = windowed(s, eqn, value, at, shape[dim], -low, fill=fill.array)
@@ -229,7 +238,7 @@ def joined(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) ->
         if place is not None and place == at:
             part = windowed(s, eqn, value, place, shape[dim], -offset)
         else:
-            part = s.array(value, None, eqn, "operands")
+            part = s.array(value, None, eqn)
             widths = [(0, 0)] * len(shape)
             widths[dim] = (offset, shape[dim] - offset - length)
             part = s.axis.cut(jnp.pad(part, widths), at)
@@ -248,8 +257,8 @@ def reversed_(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places)
         return None
     if value.shape[at.dim] % size or not at.is_plain:
         return None
-    array = _compat.bind(eqn, [s.array(value, at, eqn, "operands")])[0]
-    with s.sending("halo", eqn, value.nbytes // size):
+    array = _compat.bind(eqn, [s.array(value, at, eqn)])[0]
+    with s.sending(HALO, eqn, value.nbytes // size):
         pairs = [(device, size - 1 - device) for device in range(size)]
         return [Value(value.shape, lax.ppermute(array, s.axis.name, pairs), at)]
 
@@ -268,7 +277,7 @@ def convolved(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places)
     array = windowed(s, eqn, value, at, shape[dim], -low, stride, width, fill=0)
     padding = [(0, 0) if k == i else pair for k, pair in enumerate(params["padding"])]
     eqn = eqn.replace(params={**params, "padding": tuple(padding)})
-    out_array = _compat.bind(eqn, [array, s.array(kernel, None, eqn, "a kernel")])[0]
+    out_array = _compat.bind(eqn, [array, s.array(kernel, None, eqn)])[0]
     return [_unless_few(s, eqn, Value(shape, out_array, Blocks(dim)))]
 
 
@@ -297,8 +306,8 @@ def picked(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) ->
         return None
     if eqn.params["slice_sizes"][at.dim] != 1 or not at.is_plain:
         return None
-    array, length = s.array(value, at, eqn, "operands"), value.shape[at.dim]
-    indices, column = s.array(index, None, eqn, "places"), numbers.start_index_map.index(at.dim)
+    array, length = s.array(value, at, eqn), value.shape[at.dim]
+    indices, column = s.array(index, None, eqn), numbers.start_index_map.index(at.dim)
     is_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
     clipped = jnp.clip(indices, 0, length - 1)
     mode = eqn.params["mode"]
@@ -309,7 +318,7 @@ def picked(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) ->
     here = jnp.where(is_column & (is_clip | ~outside), here, jnp.where(is_column, -1, indices))
     params = {"mode": lax.GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
     own = eqn.replace(params={**eqn.params, **params})
-    with s.sending("single tokens", eqn, _bytes_of(eqn)):
+    with s.sending(TOKENS, eqn, _bytes_of(eqn)):
         out = s.axis.summed(_compat.bind(own, [array, here])[0])
     if mode == lax.GatherScatterMode.FILL_OR_DROP and jnp.issubdtype(out.dtype, jnp.floating):
         batch = [d for d in range(out.ndim) if d not in numbers.offset_dims]
@@ -325,7 +334,7 @@ def cut_out(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -
     shape = type_of(eqn.outvars[0]).shape
     if at is None or value.shape[at.dim] == shape[at.dim] or not at.is_plain:
         return None
-    indices, dim = [s.array(v, None, eqn, "places") for v in starts], at.dim
+    indices, dim = [s.array(v, None, eqn) for v in starts], at.dim
     first = jnp.clip(indices[dim], 0, value.shape[dim] - shape[dim])
     rows = _tokens(s, eqn, value, at, first + jnp.arange(shape[dim], dtype=first.dtype))
     indices[dim] = jnp.zeros_like(indices[dim])
@@ -341,12 +350,12 @@ def scattered(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places)
             return None
         if at.dim not in numbers.inserted_window_dims or "FILL" not in str(eqn.params["mode"]):
             return None
-        array, indices = s.array(value, at, eqn, "operands"), s.array(index, None, eqn, "places")
+        array, indices = s.array(value, at, eqn), s.array(index, None, eqn)
         column = numbers.scatter_dims_to_operand_dims.index(at.dim)
         is_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
         first = (s.axis.index * s.axis.block(value.shape[at.dim])).astype(indices.dtype)
         here = jnp.where(is_column, indices - first, indices)
-        more = s.array(updates, None, eqn, "operands")
+        more = s.array(updates, None, eqn)
         return [Value(value.shape, _compat.bind(eqn, [array, here, more])[0], at)]
     if at is not None or eqn.primitive.name not in ("scatter_add", "scatter-add"):
         return None
@@ -356,12 +365,12 @@ def scattered(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places)
             return None
         place = dataclasses.replace(moved, dim=rows.index(moved.dim), home=None)
     moved = dataclasses.replace(place, dim=rows[place.dim], home=None)
-    more = s.array(updates, moved, eqn, "operands")
+    more = s.array(updates, moved, eqn)
     more = s.axis.counting(more, moved, updates.shape, 0)
-    whole = s.array(value, None, eqn, "operands")
-    indices = s.array(index, place, eqn, "operands")
+    whole = s.array(value, None, eqn)
+    indices = s.array(index, place, eqn)
     sums = _compat.bind(eqn, [jnp.zeros_like(whole), indices, more])[0]
-    with s.sending("sums", eqn, _bytes_of(eqn)):
+    with s.sending(SUMS, eqn, _bytes_of(eqn)):
         return [Value(value.shape, whole + s.axis.summed(sums))]
 
 
@@ -396,10 +405,10 @@ def multiplied(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places
         both = [at, at]
         both[1 - k] = dataclasses.replace(at, dim=there, home=None)
         arrays = [
-            s.axis.counting(s.array(v, place, eqn, "operands"), place, v.shape, 0)
+            s.axis.counting(s.array(v, place, eqn), place, v.shape, 0)
             for v, place in zip(operands, both, strict=True)
         ]
-        with s.sending("sums", eqn, _bytes_of(eqn)):
+        with s.sending(SUMS, eqn, _bytes_of(eqn)):
             out = s.axis.summed(_compat.bind(eqn, arrays)[0])
         return [Value(shape, out)]
     if None in places:
@@ -582,11 +591,10 @@ def _notes(axis: str, sent: Sequence[Sent]) -> list[str]:
     """Says what is sent for tokens, most first, and by which operations if they have no rule."""
     totals = Counter[str]()
     for each in sent:
-        what = each.what
-        if what == MIXED:
-            what = f"operands of {each.place}"
-        totals[what] += each.nbytes
+        totals[f"all of an operand of {each.place}" if each.what == OTHERS else each.what] += (
+            each.nbytes
+        )
     return [
-        f"over {axis!r}, a device receives {human_bytes(nbytes)} of {what} in a forward pass"
+        f"{axis}: each device receives {human_bytes(nbytes)} of {what} in forward"
         for what, nbytes in totals.most_common()
     ]

@@ -34,6 +34,12 @@ WAITING = ELEMENTWISE - primitives("optimization_barrier sharding_constraint dev
 )
 
 
+# What a loss sends for its tokens. OTHERS are operands that something needs whole.
+KEYS, HEADS, HALO = "keys and values", "tokens in exchange for heads", "tokens of neighbours"
+SUMS, TOKENS, CARRIES = "sums over tokens", "single tokens", "carries of scans over tokens"
+OTHERS = "others"
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
     """A value of a loss of whole sequences, of this shape: an array, whole or in blocks.
@@ -63,7 +69,7 @@ class Sent:
     what: str
     nbytes: int
     place: str  # the operation, and the line of the model that has it
-    is_mixed: bool = False  # by an operation without a rule
+    is_limited: bool = False
 
 
 Rule: TypeAlias = Callable[..., "list[Value] | None"]
@@ -97,7 +103,7 @@ class Splitter:
 
     # -- from one layout to another
 
-    def array(self, value: Value, at: Blocks | None, eqn: JaxprEqn, what: str) -> Array:
+    def array(self, value: Value, at: Blocks | None, eqn: JaxprEqn, what: str = OTHERS) -> Array:
         """Returns a value in these blocks, or whole. `eqn` needs it, and `what` it is for it."""
         if value.eqn is not None:
             for known in self.known:
@@ -111,9 +117,10 @@ class Splitter:
         array = jnp.asarray(value.array)
         if value.at is None:
             return array if at is None else self.axis.cut(array, at)
-        with self.sending(what, eqn, value.nbytes // (1 if at is None else self.axis.size)):
-            if at is None:
+        if at is None:
+            with self.sending(what, eqn, value.nbytes):
                 return self.axis.gathered(array, value.at, value.shape)
+        with self.sending(HEADS, eqn, value.nbytes // self.axis.size):
             return self.axis.exchanged(array, value.at, at, value.shape)
 
     def computed(
@@ -176,7 +183,7 @@ class Splitter:
         if value.eqn is None:
             return value
         at = self.natural(value)
-        return Value(value.shape, self.array(value, at, eqn, "operands"), at)
+        return Value(value.shape, self.array(value, at, eqn), at)
 
     # -- what is sent
 
@@ -186,7 +193,7 @@ class Splitter:
         callers = (caller for _, caller in reversed(self.callers) if caller is not None)
         lines = filter(None, map(_compat.line_of, (eqn, *callers)))
         place = f"{eqn.primitive.name} ({next(lines, 'a library')})"
-        self.regions[-1].sent.append(Sent(what, nbytes, place, what == MIXED))
+        self.regions[-1].sent.append(Sent(what, nbytes, place, what == OTHERS))
         with jax.named_scope("/".join(filter(None, [_compat.scope_of(eqn), "sequences", what]))):
             yield
 
@@ -205,13 +212,13 @@ class Splitter:
         self.check(region)
         for sent in region.sent:
             nbytes = sent.nbytes * times
-            self.regions[-1].sent.append(dataclasses.replace(sent, nbytes=nbytes, is_mixed=False))
+            self.regions[-1].sent.append(dataclasses.replace(sent, nbytes=nbytes, is_limited=False))
 
     def check(self, region: Region) -> None:
         """Raises for an operation that gathers too much of what its layer computes."""
         totals = Counter[str]()
         for sent in region.sent:
-            totals[sent.place] += sent.nbytes * sent.is_mixed
+            totals[sent.place] += sent.nbytes * sent.is_limited
         for place, nbytes in totals.items():
             if nbytes > self.most_gathered * region.nbytes:
                 raise self.refused(place, nbytes, region.nbytes)
@@ -284,7 +291,7 @@ class Splitter:
         operands: Sequence[Value],
         places: Sequence[Blocks | None],
         results: Sequence[Blocks | None],
-        what: str = "operands",
+        what: str = OTHERS,
     ) -> list[Value]:
         """Runs an equation on operands in these blocks. So are its results."""
         pairs = zip(operands, places, strict=True)
@@ -298,7 +305,7 @@ class Splitter:
     def mixed(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         """Gathers the operands of an operation that mixes tokens, and cuts its results."""
         dims = {len(v.shape): at for v in operands if (at := self.natural(v))}
-        outs = self.bound(eqn, operands, [None] * len(operands), [None] * len(eqn.outvars), MIXED)
+        outs = self.bound(eqn, operands, [None] * len(operands), [None] * len(eqn.outvars))
 
         def in_blocks(value: Value) -> Value:
             at = dims.get(len(value.shape))
@@ -333,7 +340,7 @@ class Splitter:
 
     def random_bits(self, value: Value, eqn: JaxprEqn, at: Blocks | None, shape: Shape) -> Array:
         """Returns a block of the bits that one device would draw."""
-        key = self.array(value.operands[0], None, eqn, "a key")
+        key = self.array(value.operands[0], None, eqn)
         bits = at and _compat.random_bits(key, eqn, lambda whole: self.places(whole, at, shape))
         if bits is not None:
             return bits
@@ -358,9 +365,6 @@ class Splitter:
             f"that docs/axes.md lists, or allow it: sequence=zerojax.Sequences({axis!r}, "
             f"most_gathered={math.ceil(share * 10) / 10})."
         )
-
-
-MIXED = "mixed"
 
 
 def local(eqn: JaxprEqn, shape: Shape, arrays: Sequence[Array]) -> JaxprEqn:
