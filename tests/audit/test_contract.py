@@ -350,7 +350,8 @@ def test_a_gather_in_a_loop_that_nothing_hides():
     line = broken(with_it(slow), "is synchronous inside a loop over layers: nothing hides its time")
     assert line.startswith(f"all-gather {one.name} (params/blocks/")
     assert "Use Schedule(prefetch=True) and" in line
-    for fine in ({"asynchronous": True}, {"wire_bytes": 2**20}, {"loops": ()}):
+    sent = {"parts": [dataclasses.replace(part, sends="the loss") for part in one.parts]}
+    for fine in ({"asynchronous": True}, {"wire_bytes": 2**20}, {"loops": ()}, sent):
         lines = with_it(dataclasses.replace(slow, **fine)).findings()
         assert not any("synchronous" in line for line in lines)
     first = dataclasses.replace(with_it(slow), accumulate=2)

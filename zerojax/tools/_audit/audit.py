@@ -90,10 +90,10 @@ def audit(
     per_host = per_host or (_mesh.on_one_host(plan.mesh) if plan else DEFAULT_PER_HOST)
     replay = _timeline.replay(module, (gpu or _gpus.GPUS[UNKNOWN_GPU]).rates, per_host)
     rounds = notes.rounds if notes else recipe.options.rounds if recipe else 1
-    reading = Reading(module, plan, replay.collectives)
+    reading = Reading(module, plan, replay.collectives, recipe)
     return Report(
         module=module,
-        traffic=reading.traffic(),
+        traffic=reading.traffic,
         replay=replay,
         gpu=gpu,
         devices=module.devices,
@@ -101,7 +101,7 @@ def audit(
         plan=plan,
         memory=reading.memory(program),
         accumulate=accumulate or rounds,
-        trains=recipe is None or recipe.options.differentiates,
+        trains=reading.trains,
         not_donated=tuple(reading.not_donated()),
         placement=tuple(reading.misplaced()),
         kept=tuple(dict.fromkeys(reading.kept())),

@@ -15,7 +15,7 @@ from zerojax._specs import Axes, axes_size, beyond
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._table import few, human_bytes, in_runs
 from zerojax._wire import codecs as _codecs
-from zerojax.tools._audit.measurement import Measurement, is_ours
+from zerojax.tools._audit.measurement import SEQUENCES, Measurement, is_ours, is_written
 from zerojax.tools._hlo import flow as _flow
 from zerojax.tools._hlo.flow import ARITHMETIC
 from zerojax.tools._hlo.module import Array
@@ -30,10 +30,8 @@ ANY_WAITING = 2**28  # bytes of gradients: XLA joins smaller ones, to reduce the
 FEW_WAITING = 8  # arrays, such as embeddings and heads
 ANY_COPY = 2**20  # smaller copies to or from the host are ignored
 MOST_COPIED = 1.01  # times the plan's bytes
-OPTIMIZER_SCOPE = "optimizer"  # full-matrix optimizers may send what they need
-# The scopes of what a loss asks for itself, as sequence parallelism does. XLA names the collectives
-# that it adds after what needs them. Of psums, which reduce gradients too, those within `jax.grad`.
-WRITTEN = re.compile(r"/(ragged_)?all_to_all\b|/ppermute\b|\bjvp\(.*/psum")
+# Scopes of exchanges that are written. XLA names those that it adds after what needs them.
+EXCHANGES = re.compile(r"/(ragged_)?all_to_all\b|/ppermute\b")
 
 UNNAMED = (
     "no argument of the program is named after a parameter of the plan, so what its stage "
@@ -75,6 +73,7 @@ def findings(report: Measurement) -> list[str]:
         *_gathers(report, plan, leaves),
         *_dtypes(report, leaves),
         *_kept(report),
+        *_sequences(report, plan),
         *(_waiting(report, leaves, plan.stage) if plan.stage > 1 and report.trains else ()),
         *(_copies(report, plan) if report.backend == "gpu" else ()),
         *general,
@@ -88,13 +87,25 @@ def _exchanges(report: Measurement) -> Iterator[str]:
     for one in _of_kinds(report, "all-to-all", "ragged-all-to-all", "collective-permute"):
         # XLA:TPU pads reduce-scatters to tiles, and moves what it has padded by permutes.
         is_padding = report.backend == "tpu" and one.kind == "collective-permute" and not one.scope
-        known = is_padding or WRITTEN.search(one.scope)
-        if one.wire_bytes > FEW_BYTES and _is_ours(one, report.plan) and not known:
+        known = is_padding or EXCHANGES.search(one.scope)
+        if one.wire_bytes > FEW_BYTES and not known:
             yield (
                 f"{one.kind} {one.name} moves {human_bytes(one.total_bytes)} ({one.serves}): no "
                 "stage needs one, so activations or weights change their layout. Look for a "
                 "with_sharding_constraint, or a batch that is not sharded along its first "
                 "dimension."
+            )
+
+
+def _sequences(report: Measurement, plan: Plan) -> Iterator[str]:
+    """Finds tokens that travel over other axes than the one that splits sequences."""
+    axes = (plan.sequence.axis,) if plan.sequence else plan.mesh.axis_names
+    for one in report.traffic:
+        if any(map(SEQUENCES.match, one.sends)) and not _is_within(one, axes):
+            yield (
+                f"{one.kind} {one.name} sends {human_bytes(one.total_bytes)} ({one.serves}) over "
+                f"{' x '.join(one.axes or ())}: sequences travel over {axes[0]!r} only. "
+                "Rename a scope of yours that is called 'sequences'; else report this to zerojax."
             )
 
 
@@ -113,8 +124,8 @@ def _all_reduces(report: Measurement, leaves: Leaves) -> Iterator[str]:
             whole[one.name, remedy].append(leaf.path)
         elif plan and not leaves and part.paths:
             continue  # stage 0; XLA may join gradients
-        elif not part.paths and WRITTEN.search(one.scope):
-            continue
+        elif not part.paths and is_written(one, report.trains):
+            continue  # the loss's, which XLA may join with ZeRO's
         elif part.nbytes > _most_reduced(part, plan):
             yield (
                 f"all-reduce {one.name} sums {part}, {human_bytes(part.nbytes)} ({one.serves}): "
@@ -128,9 +139,8 @@ def _all_reduces(report: Measurement, leaves: Leaves) -> Iterator[str]:
 
 def _reduced(report: Measurement, leaves: Leaves) -> Iterator[str]:
     trained = [path for path, leaf in leaves.items() if not leaf.frozen]
-    reducing = [
-        t for t in report.traffic if t.kind in ARITHMETIC or _codecs.MESSAGES_SCOPE in t.scope
-    ]
+    sent = [one for one in report.traffic if not one.is_of_loss]
+    reducing = [t for t in sent if t.kind in ARITHMETIC or _codecs.MESSAGES_SCOPE in t.scope]
     reaches = any(path in leaves for one in reducing for path in one.paths)
     if trained and not reaches and all(one.wire_bytes <= FEW_BYTES for one in reducing):
         yield (
@@ -331,20 +341,15 @@ def _copies(report: Measurement, plan: Plan) -> Iterator[str]:
 
 
 def _of_kinds(report: Measurement, *kinds: str) -> Iterator[Sent]:
-    return (one for one in report.traffic if one.kind in kinds)
+    return (one for one in report.traffic if one.kind in kinds and is_ours(one, report.plan))
 
 
 def _arrays(report: Measurement, kind: str) -> Iterator[tuple[Sent, Array]]:
     """Yields the arrays that ZeRO's collectives of a kind take, and the all-reduces that stand for
     some of that kind."""
-    for one in (one for one in report.traffic if _is_ours(one, report.plan)):
+    for one in (one for one in report.traffic if is_ours(one, report.plan)):
         kinds = one.stands_for or (one.kind,) * len(one.parts)
         yield from ((one, part) for part, its in zip(one.parts, kinds, strict=True) if its == kind)
-
-
-def _is_ours(one: Sent, plan: Plan | None) -> bool:
-    """Whether a stage answers for a collective."""
-    return OPTIMIZER_SCOPE not in one.scope.split("/") and is_ours(one, plan)
 
 
 def _is_within(one: Sent, axes: Axes) -> bool:

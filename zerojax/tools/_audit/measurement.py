@@ -20,6 +20,7 @@ from zerojax._jaxprs import common_path
 from zerojax._plan import show as _show
 from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
+from zerojax._step.step_options import Recipe
 from zerojax._table import human_bytes, shortened, summed, total
 from zerojax._types import Number
 from zerojax._wire import codecs as _codecs
@@ -37,6 +38,12 @@ OURS = re.compile(
 BF16, FLOAT32 = "bfloat16", "float32"
 IN_JAX = {"bf16": BF16, "f16": "float16", "f32": FLOAT32, IN_FULL: FLOAT32}  # XLA's, as JAX's
 Flops = Counter[tuple[str, str]]  # of matmuls, by dtype and place in the user's code
+# Names of collectives that a loss asks for. XLA names those that it adds after what needs them.
+WRITTEN = re.compile(
+    r"/(all_gather|reduce_scatter|\w*all_to_all|ppermute|p(sum|max|min))\w*\b(?!/)"
+)
+OPTIMIZER_SCOPE = "optimizer"  # full-matrix optimizers may send what they need
+SEQUENCES = re.compile(r"\bsequences/[^/()]+")  # the scopes of sequences that zerojax splits
 STATE_KINDS = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
 
 
@@ -239,6 +246,13 @@ class Measurement:
         """The bytes that each device sends, by kind of collective; of what could be read."""
         return dict(summed((one.kind, one.total_bytes) for one in self.traffic).most_common())
 
+    @property
+    def loss_totals(self) -> dict[str, float]:
+        """The bytes that the loss itself sends, of those."""
+        each = ((one.total_bytes, one.sends.items()) for one in self.traffic)
+        sent = ((what, share * nbytes) for nbytes, shares in each for what, share in shares)
+        return dict(summed(sent).most_common())
+
 
 # -- reading a module
 
@@ -246,12 +260,13 @@ class Measurement:
 class Reading:
     """A module whose arguments are known by their paths in the state, and by kind."""
 
-    def __init__(self, module: Module, plan: Plan | None, collectives: list[Sent]) -> None:
-        self.module, self.plan = module, plan
-        if plan is not None:
-            collectives = [dataclasses.replace(x, axes=_axes(x.members, plan)) for x in collectives]
-        self.collectives = collectives
+    def __init__(
+        self, module: Module, plan: Plan | None, collectives: list[Sent], recipe: Recipe | None
+    ) -> None:
+        self.module, self.plan, self.is_by_hand = module, plan, recipe is None
+        self.trains = recipe is None or recipe.options.differentiates
         self.leaves = {leaf.path: leaf for leaf in plan.leaves} if plan else {}
+        self.roots = {leaf.path.split("/")[0] + "/" for leaf in plan.params} if plan else ()
         self.paths = [parameter_path(parameter) for parameter in module.parameters]
         kinds = {path: leaf.kind for path, leaf in self.leaves.items()}
         if plan is None:
@@ -259,7 +274,8 @@ class Reading:
             kinds = {path: kind for path, kind in firsts.items() if kind in STATE_KINDS[:2]}
         self.kinds = [kinds.get(path, "batch") for path in self.paths]
         self.lineage = _flow.Lineage(module, through=_codecs.ENCODING)
-        reducing = [one for one in collectives if one.kind in ARITHMETIC and is_ours(one, plan)]
+        self.traffic = [self._known(one) for one in collectives]
+        reducing = [one for one in self.traffic if one.kind in ARITHMETIC and is_ours(one, plan)]
         self.reducing = {(one.kind, one.name): one.instruction.operands for one in reducing}
 
     @functools.cached_property
@@ -280,21 +296,27 @@ class Reading:
             for array, of in numbers.items()
         }
 
-    def traffic(self) -> list[Sent]:
-        """Returns the collectives with the parameters, mesh axes and lines that they serve."""
-        traffic = []
-        for one in self.collectives:
-            parts, kinds = tuple(self._parts(one)), self._stands_for(one)
-            line = self.module.source(one.instruction, OURS)
-            traffic.append(dataclasses.replace(one, parts=parts, stands_for=kinds, source=line))
-        return traffic
+    def _known(self, one: Sent) -> Sent:
+        """Returns a collective with the parameters, mesh axes and line that it serves."""
+        axes = _axes(one.members, self.plan) if self.plan else one.axes
+        line, kinds = self.module.source(one.instruction, OURS), ()
+        if one.kind == "all-reduce" and self.module.is_of_tpu:
+            reduce, numbers = one.instruction, range(len(one.parts))
+            kinds = tuple(_flow.stands_for(self.module, reduce, at, one.group) for at in numbers)
+        parts = tuple(self._parts(one))
+        return dataclasses.replace(one, axes=axes, parts=parts, stands_for=kinds, source=line)
 
-    def _stands_for(self, one: Sent) -> tuple[str, ...]:
-        """Returns for each operand which collective XLA:TPU has written as an all-reduce."""
-        if one.kind != "all-reduce" or not self.module.is_of_tpu:
-            return ()
-        kind_of = functools.partial(_flow.stands_for, self.module, one.instruction, group=one.group)
-        return tuple(map(kind_of, range(len(one.instruction.operands))))
+    def _sends(self, one: Sent, paths: Sequence[str]) -> str:
+        """Returns what the loss sends with an array of a collective, if it is the loss's.
+
+        In a step of zerojax, ZeRO's have parameters in their scope, alone and where XLA joins them
+        with others. In a step by hand, a loss may gather its weights and reduce its gradients.
+        """
+        may_be_zeros = self.is_by_hand or any(root in one.scope for root in self.roots)
+        what = SEQUENCES.search(one.scope)
+        if not is_written(one, self.trains) or (may_be_zeros and (paths or not what)):
+            return ""
+        return what[0] if what else "the loss"
 
     def _parts(self, one: Sent) -> Iterator[Array]:
         """Yields the arrays of a collective, each with the parameters that it belongs to."""
@@ -305,7 +327,8 @@ class Reading:
             if paths is None:
                 arguments = _arguments(origins[at] if at < len(origins) else ())
                 paths = [self.paths[number] for number in arguments if self.paths[number]]
-            yield dataclasses.replace(part, paths=tuple(paths))
+            sends = self._sends(one, paths)
+            yield dataclasses.replace(part, paths=tuple(paths), sends=sends)
 
     def not_donated(self) -> Iterator[str]:
         """Yields the leaves of the state whose memory no output reuses."""
@@ -420,8 +443,17 @@ class Reading:
 
 
 def is_ours(one: Sent, plan: Plan | None) -> bool:
-    """Whether a collective spans ZeRO's axes; over other axes, a loss sums activations."""
-    return plan is None or one.axes is None or bool({*one.axes} & {*plan.batch_axes})
+    """Whether a stage answers for a collective: it spans ZeRO's axes, and neither the loss nor the
+    optimizer asks for it. Over other axes, a loss sums activations."""
+    spans = plan is None or one.axes is None or bool({*one.axes} & {*plan.batch_axes})
+    return spans and not one.is_of_loss and OPTIMIZER_SCOPE not in one.scope.split("/")
+
+
+def is_written(one: Sent, trains: bool) -> bool:
+    """Whether a collective is written in a loss: where a step trains, in what JAX differentiates;
+    else the step sums no arrays itself."""
+    in_loss = "jvp(" in one.scope or (not trains and any(part.size > 1 for part in one.parts))
+    return in_loss and WRITTEN.search(one.scope) is not None
 
 
 def _arguments(labels: Iterable[Origin]) -> list[int]:

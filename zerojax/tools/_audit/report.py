@@ -28,7 +28,7 @@ TRAFFIC_EXPLAINED = {
     "when": "Whether it may run beside compute (async), or compute waits for it (sync).",
     "between": "The compute, modelled, that is scheduled between its start and its end.",
     "exposed": "The time, modelled, that the device waits for it each time that it runs.",
-    "serves": "The parameters that it moves, or else the line of your code that it comes from.",
+    "serves": "The parameters that it moves, or else what your loss sends, and its line there.",
 }
 CELLS: dict[str, Callable[[Sent], str]] = {
     "collective": lambda one: one.kind,
@@ -77,7 +77,8 @@ class Report(Printed, Measurement):
       `other_state`), `temporary` (`gathered` weights, `gradients` and `activations`), `batch` and
       `outputs`. `donated` is what outputs reuse, `on_host` what stays in host memory.
     - `traffic`: the collectives, each with its `kind`, `paths` (of the parameters that it moves),
-      `trips` (how often it runs in a step), `total_bytes` and `exposed` seconds.
+      `sends` (the share that the loss itself sends), `trips` (how often it runs in a step),
+      `total_bytes` and `exposed` seconds. `loss_totals` adds up what the loss sends.
     - `wire_bytes` and, of those, `network_bytes`, which a device sends to other hosts in a step.
     - `step_seconds`, `exposed_seconds` and `overlap`, the share of the step that is compute. Times
       are modelled, and None where no GPU is known to model (`gpu`).
@@ -122,7 +123,8 @@ class Report(Printed, Measurement):
         for one in self.traffic:
             fields = dataclasses.asdict(dataclasses.replace(one, instruction=None))
             del fields["instruction"], fields["members"], fields["by_engine"]
-            derived = {name: getattr(one, name) for name in ("group", "total_bytes", "serves")}
+            names = ("group", "total_bytes", "sends", "serves")
+            derived = {name: getattr(one, name) for name in names}
             traffic.append(fields | derived)
         values = vars(self).items()
         plain: dict[str, object] = {k: v for k, v in values if isinstance(v, str | int | tuple)}
@@ -133,6 +135,7 @@ class Report(Printed, Measurement):
             "compute_seconds": self.modelled(self.replay.compute),
             "matmul_flops": None if self.unread or self.backend == "tpu" else self.replay.flops,
             "wire_bytes_by_kind": None if self.unread else self.totals,
+            "wire_bytes_of_loss": None if self.unread else self.loss_totals,
             "unread": self.unread,
             "bytes_to_device": self.host_bytes(TO_DEVICE),
             "bytes_to_host": self.host_bytes(TO_HOST),
@@ -217,6 +220,8 @@ class Report(Printed, Measurement):
             f"memory per device  {memory.on_device}",
             f"sent per device    {human_bytes(self.wire_bytes)}{kinds}{between}",
         ]
+        if by_loss := [f"{what} {human_bytes(sent)}" for what, sent in self.loss_totals.items()]:
+            lines.append(f"of that, sent by   {', '.join(by_loss)}")
         if memory.on_host or memory.host_kept:
             until = "a second pass" if self.module.guesses else "backward"
             kept = f", {human_bytes(memory.host_kept)} kept for {until}" * bool(memory.host_kept)

@@ -53,13 +53,15 @@ _OPCODE = re.compile(
 @dataclasses.dataclass(frozen=True)
 class Array:
     """An array: its dtype as XLA writes it, its dimensions, whether it is in host memory or in the
-    memory on a TPU's chip, and the parameters that it belongs to, where they are known."""
+    memory on a TPU's chip, and the parameters that it belongs to, where they are known; of a
+    collective's, what the loss sends with it, where that is not ZeRO's."""
 
     dtype: str
     dims: tuple[int, ...]
     on_host: bool = False
     paths: tuple[str, ...] = ()
     on_chip: bool = False
+    sends: str = ""
 
     @property
     def size(self) -> int:

@@ -83,16 +83,29 @@ class Sent:
         return tuple(dict.fromkeys(path for part in self.parts for path in part.paths))
 
     @property
+    def sends(self) -> dict[str, float]:
+        """The share of its bytes that the loss sends, by what it is."""
+        nbytes = sum(part.nbytes for part in self.parts) or 1
+        return dict(summed((x.sends, x.nbytes / nbytes) for x in self.parts if x.sends))
+
+    @property
+    def is_of_loss(self) -> bool:
+        return bool(self.parts) and all(part.sends for part in self.parts)
+
+    @property
     def total_bytes(self) -> float:
         return self.wire_bytes * self.trips
 
     @property
     def serves(self) -> str:
-        """The parameters that it moves, where they are known; else its place in the user's code."""
-        if not self.paths:
-            return shortened([place_of(self.source, self.scope)], LONGEST_NAME)[0]
-        first, *others = in_runs(self.paths)
-        return few(shortened([first, *others[:1]], LONGEST_NAME) + others[1:], 2)
+        """What the loss sends, and the parameters that it moves, where they are known; else its
+        place in the user's code."""
+        if self.is_of_loss or not self.paths:
+            (text,) = shortened([place_of(self.source, self.scope)], LONGEST_NAME)
+        else:
+            first, *others = in_runs(self.paths)
+            text = few(shortened([first, *others[:1]], LONGEST_NAME) + others[1:], 2)
+        return ": ".join([*self.sends, text])
 
 
 def place_of(source: str | None, scope: str) -> str:
