@@ -1,0 +1,152 @@
+"""Sequences that the library splits over a mesh axis: losses and gradients of one device."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+from tests.support.compared import mesh_of
+from tests.support.reference import split_aux
+from tests.support.sequences import CASES, GATHERS, Case
+
+MESHES = {
+    "2x4": {"data": 2, "sequence": 4},
+    "1x8": {"data": 1, "sequence": 8},
+    "1x7": {"data": 1, "sequence": 7},
+}
+# A loop over layers, each library, two lengths, a halo, a carry, the two reports of wrong numbers.
+EVERYWHERE = [
+    "linen_scan_grouped",
+    "packed_documents",
+    "window_by_chunks",
+    "t5",
+    "whisper",
+    "associative_scan",
+    "accelerate_4177_windows",
+    "accelerate_4177_linear",
+    "verl_2857_by_token",
+]
+STEPS = ["linen_loop_repeated", "bert", "accelerate_4177_linear", "verl_2857_by_sequence"]
+CLOSE = 2e-5
+
+
+def turns() -> list[Any]:
+    """Each case on one mesh at one stage, by rotation, and some on all."""
+    rows = []
+    for at, name in enumerate(CASES):
+        for turn in range(3) if name in EVERYWHERE else [at]:
+            rows.append((name, list(MESHES)[turn % 3], (at + turn // 3) % 4))
+    return rows
+
+
+def product() -> list[Any]:
+    every = [(name, mesh, s) for name in CASES for mesh in MESHES for s in range(4)]
+    return [row for row in every if row not in turns()]
+
+
+def sequences(name: str) -> Any:
+    if CASES[name].expects == GATHERS:
+        return zerojax.Sequences("sequence", most_gathered=1.0)
+    return "sequence"
+
+
+def arguments(case: Case) -> tuple[Any, ...]:
+    return (case.batch,) if case.rng is None else (case.batch, case.rng)
+
+
+@functools.cache
+def on_one_device(name: str, parts: int) -> Any:
+    """(loss, gradients, aux). What is drawn, and statistics, are those of parts of the rows: the
+    axis of the rows has a key for each."""
+    case = CASES[name].make()
+    parts = parts if case.rng is not None or case.fields else 1
+    loss = functools.partial(case.loss, **case.fields)
+    run = jax.jit(jax.value_and_grad(lambda *args: split_aux(loss(*args)), has_aux=True))
+    results = []
+    for index in range(parts):
+        cut = lambda x, i=index: np.split(x, parts)[i]
+        key = () if case.rng is None else (jax.random.fold_in(case.rng, index),)
+        results.append(run(case.params, jax.tree.map(cut, case.batch), *key))
+    joined = lambda *xs: np.concatenate(xs) if xs[0].ndim and not case.fields else np.mean(xs, 0)
+    (value, aux), grads = jax.device_get(results[0])
+    if parts > 1:
+        value, grads = jax.tree.map(lambda *xs: np.mean(xs, 0), *[(r[0][0], r[1]) for r in results])
+        aux = jax.tree.map(joined, *[r[0][1] for r in results])
+    return value, grads, aux
+
+
+def assert_near(actual: Any, wanted: Any, what: str) -> None:
+    """Every element within CLOSE of the largest of all leaves."""
+    most = max((np.abs(x).max() for x in jax.tree.leaves(wanted)), default=1)
+    paths = jax.tree_util.tree_leaves_with_path(wanted)
+    for (path, b), a in zip(paths, jax.tree.leaves(actual), strict=True):
+        assert a.shape == b.shape, f"{what}{jax.tree_util.keystr(path)}: {a.shape}, not {b.shape}"
+        off = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max(initial=0)
+        assert off <= CLOSE * most, f"{what}{jax.tree_util.keystr(path)}: off by {off / most:.1e}"
+
+
+def compare(name: str, mesh: str, stage: int) -> None:
+    case, sizes = CASES[name].make(), MESHES[mesh]
+    plan = zerojax.plan(
+        {"params": case.params}, stage=stage, mesh=mesh_of(sizes), sequence=sequences(name)
+    )
+    options = {} if case.specs is None else {"batch_specs": case.specs}
+    loss = functools.partial(case.loss, **case.fields)
+    run = zerojax.value_and_grad(loss, plan, has_aux=case.has_aux, **options)
+    params = plan.place({"params": case.params})["params"]
+    result, grads = jax.jit(run)(params, *arguments(case))
+    value, aux = split_aux(result)
+    wanted = on_one_device(name, sizes["data"])
+    assert_near(value, wanted[0], "the loss")
+    assert_near(grads, wanted[1], "gradients")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(wanted[2]):
+        assert_near(dict(jax.tree_util.tree_leaves_with_path(aux))[path], leaf, f"aux {path}")
+
+
+@pytest.mark.parametrize(("name", "mesh", "stage"), turns())
+def test_losses_and_gradients_are_those_of_one_device(name, mesh, stage):
+    compare(name, mesh, stage)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("name", "mesh", "stage"), product())
+def test_on_all_meshes_at_all_stages(name, mesh, stage):
+    compare(name, mesh, stage)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_three_steps_of_adam(name):
+    case = CASES[name].make()
+    tx = optax.adam(1e-2, eps=1e-4)
+    made = lambda: (jax.tree.map(jnp.array, case.params), tx.init(case.params))
+    mesh = mesh_of(MESHES["2x4"])
+    state = zerojax.shard_train_state(made(), stage=3, mesh=mesh, sequence=sequences(name))
+    step = zerojax.train_step(case.loss, tx=tx)
+
+    @jax.jit
+    def plain(state, batch):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(case.loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    wanted = made()
+    for _ in range(3):
+        state, metrics = step(state, case.batch)
+        wanted, loss = plain(wanted, case.batch)
+        assert_near(metrics["loss"], loss, "the loss")
+    assert_near(zerojax.gather_params(state), wanted[0], "parameters")
+
+
+@pytest.mark.parametrize("name", [name for name, row in CASES.items() if row.expects == GATHERS])
+def test_what_would_gather_all_tokens_is_refused(name):
+    case = CASES[name].make()
+    plan = zerojax.plan({"params": case.params}, mesh=mesh_of(MESHES["2x4"]), sequence="sequence")
+    run = jax.jit(zerojax.value_and_grad(case.loss, plan, has_aux=case.has_aux))
+    with pytest.raises(ValueError, match="most_gathered"):
+        run.trace(case.params, *arguments(case))
