@@ -244,12 +244,14 @@ def sorted_tokens() -> Case:
 
 @case("all tokens, in the frequency domain", GATHERS)
 def fourier() -> Case:
-    """FNet."""
+    """A learned filter of frequencies: GFNet's."""
 
     def mix(p, x):
-        return jnp.fft.fft(jnp.fft.fft(x, axis=-1), axis=1).real @ p["out"] / 8
+        waves = jnp.fft.rfft(x, axis=1) * (p["real"] + 1j * p["imag"])
+        return jnp.fft.irfft(waves, x.shape[1], axis=1)
 
-    return language_model(mix, out=(DIM, DIM))
+    shape = (TOKENS // 2 + 1, DIM)
+    return language_model(mix, real=shape, imag=shape)
 
 
 @case("all tokens, by a matrix over them", GATHERS)
@@ -369,7 +371,7 @@ def experts_with_capacity() -> Case:
     def mix(p, x, room=8):
         probs = jax.nn.softmax(x @ p["router"])
         chosen = jax.nn.one_hot(probs.argmax(-1), 4)
-        place = jnp.cumsum(chosen, axis=1) * chosen - 1
+        place = (jnp.cumsum(chosen, axis=1) * chosen).astype(int) - 1
         send = jax.nn.one_hot(place, room) * chosen[..., None]  # (rows, tokens, experts, places)
         inside = jnp.einsum("btec,btd->becd", send, x)
         h = jax.nn.relu(jnp.einsum("becd,edh->bech", inside, p["inside"]))
