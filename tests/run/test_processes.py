@@ -130,6 +130,13 @@ def test_a_device_that_computes_something_else_is_named_in_all_processes(tmp_pat
     assert "all 4 devices differ in their copies of params/b, in both runs" in copied, copied
 
 
+def test_processes_load_whole_sequences_of_their_rows(tmp_path):
+    """Of the same rows, where their devices share these."""
+    run = Run(2, tmp_path, [], "tests.run.sequences")
+    assert run.wait(240) == [0, 0], run.text()
+    assert all(log.read_text().count("right") == 4 for log in run.logs)
+
+
 # -- runs that go on without those that are lost
 
 

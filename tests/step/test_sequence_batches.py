@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import zerojax
+import zerojax.nnx
 from tests.support.reference import assert_close, train_state
 from zerojax import Sequences
 from zerojax._loss.batch import BATCH, KEY, REPLICATED, Role, roles, spec
@@ -175,3 +177,95 @@ def step_on(batch, written=None, **options):
 def test_a_mistake_is_named_before_anything_compiles(call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+@pytest.mark.parametrize("name", ["2 x 4", "8"])
+def test_verify_and_gradients_alone_see_whole_sequences(name):
+    """And all devices of a sequence draw the same numbers."""
+    batch, state = batch_of(tokens=18), placed(MESHES[name])
+    step = zerojax.train_step(loss, accumulate=2, donate=False)
+    report = zerojax.verify(step, state, batch, jax.random.key(3))
+    assert report.ok, str(report)
+    graded = jax.jit(zerojax.value_and_grad(loss, state.tx.plan, has_aux=True))
+    (value, aux), grads = graded(state.params, batch)
+    wanted, wanted_grads = jax.value_and_grad(lambda p: loss(p, batch)[0])(PARAMS)
+    assert float(value) == pytest.approx(float(wanted), rel=1e-6)
+    assert aux["errors"].shape == (8, 18)
+    assert_close(grads, wanted_grads, 1e-5)
+    if name == "2 x 4":
+        mesh = zerojax.aot.mesh("16xH100", (2, 8), ("data", "sequence"))
+        options = {"mesh": mesh, "sequence": "sequence", "min_shard_size": 0}
+        made = lambda: train_state(PARAMS, optax.sgd(1.0))
+        rehearsed = zerojax.verify(step, made, batch, plan=zerojax.plan(made, **options))
+        assert rehearsed.ok and "Ran on data=2, sequence=4 in place of" in str(rehearsed)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"order": "layers"}, {"order": "layers", "update": "backward"}]
+)
+def test_aux_by_token_is_whole_in_any_order(how):
+    params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(4, 16, 16)), jnp.float32) / 4}
+
+    def deep(params, batch):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+        x, _ = jax.lax.scan(layer, batch["x"], params["w"])
+        return zerojax.mean(x[..., 0], where=batch["mask"]), {"x": x[..., 0]}
+
+    options = {"mesh": mesh_of(data=2, sequence=4), "sequence": "sequence", "min_shard_size": 0}
+    state = train_state(params, optax.sgd(1.0))
+    state = zerojax.shard_train_state(state, stacked="w", **options)
+    schedule = zerojax.Schedule(**how)
+    step = zerojax.train_step(deep, accumulate=2, schedule=schedule, donate=False)
+    for tokens in (16, 18):
+        batch = {**batch_of(8, tokens), "x": DRAWN.normal(size=(8, tokens, 16)).astype("f")}
+        (value, aux), grads = jax.value_and_grad(deep, has_aux=True)(params, batch)
+        new, metrics = step(state, batch)
+        assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
+        np.testing.assert_allclose(metrics["aux"]["x"], aux["x"], atol=1e-6)
+        split = P("data", "sequence") if tokens == 16 else P("data")
+        assert metrics["aux"]["x"].sharding.spec == split
+        assert_close(jax.tree.map(jnp.subtract, params, new.params), grads, 1e-5)
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.lin = nnx.Linear(12, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, axis_name="data", rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.lin(x))
+
+
+def test_a_model_of_nnx_keeps_statistics_of_all_tokens():
+    batch = batch_of()
+    of_nnx = lambda model, batch: jnp.mean(model(batch["x"]) ** 3)
+    model = Normed(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    zerojax.nnx.shard(model, optimizer, mesh=mesh_of(data=2, sequence=4), sequence="sequence")
+    metrics = zerojax.nnx.train_step(of_nnx)(model, optimizer, batch)
+    alone = Normed(nnx.Rngs(0))
+    alone.norm.axis_name = None
+    assert float(metrics["loss"]) == pytest.approx(float(of_nnx(alone, batch)), rel=1e-4)
+    np.testing.assert_allclose(model.norm.mean[...], alone.norm.mean[...], atol=1e-6)
+    np.testing.assert_allclose(model.norm.var[...], alone.norm.var[...], rtol=1e-4)
+
+
+def test_axes_may_be_explicit():
+    mesh = jax.make_mesh((2, 4), ("data", "sequence"))
+    state = train_state(PARAMS, optax.sgd(1.0))
+    state = zerojax.shard_train_state(state, mesh=mesh, sequence="sequence", min_shard_size=0)
+    step = zerojax.train_step(loss, donate=False)
+    for tokens, spec_ in ((16, P("data", "sequence")), (18, P("data"))):
+        batch = batch_of(tokens=tokens)
+        there = zerojax.shard_batch(batch, state)
+        assert there["mask"].sharding.spec == spec_
+        _, metrics = step(state, there)
+        assert float(metrics["loss"]) == pytest.approx(float(loss(PARAMS, batch)[0]), rel=1e-6)
+
+
+def test_a_bad_value_is_found_in_whole_sequences():
+    def bad(params, batch):
+        return zerojax.mean(jnp.log(batch["x"] @ params["w"] * 0 - 1))
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"Invalid value|invalid"):
+        zerojax.train_step(bad)(placed(), batch_of(tokens=18))

@@ -224,7 +224,7 @@ def _has_statistics(reference: Reference, parts: Replayed) -> bool:
 
 def _weighed(reference: Reference, parts: Replayed, has_statistics: bool) -> str:
     once = ", with accumulate=1" if reference.microbatches > 1 else ""
-    in_vmap = f"{('batch', *reference.plan.batch_axes)} in a jax.vmap whose axis is 'batch'"
+    in_vmap = f"{('batch', *reference.plan._splits.rows)} in a jax.vmap whose axis is 'batch'"
     norm = f"BatchNorm: give it axis_name={reference.axis_name}, or {in_vmap}{once}"
     mask = "a masked mean: use zerojax.mean(values, where=mask)"
     likely, other = (norm, mask) if has_statistics else (mask, norm)

@@ -124,8 +124,8 @@ class Reference:
 
     @property
     def axis_name(self) -> str:
-        """The ZeRO axes as a loss names them in its collectives."""
-        axes = self.plan.batch_axes
+        """The axes of rows as a loss names them in its collectives."""
+        axes = self.plan._splits.rows
         return repr(axes[0] if len(axes) == 1 else axes)
 
     def skips(self, replayed: Replayed) -> bool:
