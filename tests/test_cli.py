@@ -207,6 +207,7 @@ FLAGS = {
             for order in ("layers", "microbatches")
         ],
     },
+    "--sequence 4": {"sequence": 4},
     "--split --moments int8": {"precision": PRECISION(moments="int8", **SPLIT)},
     "--compute bfloat16 --reduce float32 --axis host,card --prefetch 0 --skip-nonfinite "
     "--no-donate --mutable batch_stats": {

@@ -71,6 +71,7 @@ def named(params, batch):
         ({"offload": ("opt_state",)}, {}, False),
         ({"groups": AMSP, "accumulate": 2}, {}, True),
         (LOSSY | {"reduce": "int4"}, {}, True),
+        ({"stage": 3}, {"sequence": 4}, False),
     ],
     ids=str,
 )
@@ -83,16 +84,18 @@ def test_its_python_runs(way, made, levels):
         "jax": jax,
         "zerojax": zerojax,
         "make_state": lambda: fakes.make_state(width=256, optimizer=optax.adam),
-        "loss_fn": named if made else loss,
+        "loss_fn": named if "axis" in made else loss,
         "losses": {"full": loss},
     }
     exec(lines, scope)
-    assert scope["step"].lower(scope["state"], np.ones((16, 256), np.float32))
+    shape = (16, 8, 256) if "sequence" in made else (16, 256)
+    assert scope["step"].lower(scope["state"], np.ones(shape, np.float32))
     options, plan = scope["step"].recipe.options, scope["state"].tx.plan
     wanted = fakes.options_of(way, precision=bf16)
     assert (options.accumulate, options.schedule) == (way.accumulate, wanted.schedule)
     assert plan.precision == wanted.precision and plan.stage == way.stage
-    assert plan.mesh.axis_names == (("node", "gpu") if levels else (made.get("axis", "data"),))
+    names = ("node", "gpu") if levels else (made.get("axis", "data"), *(made.keys() & {"sequence"}))
+    assert plan.mesh.axis_names == names and (plan.sequence is not None) == ("sequence" in made)
 
 
 def test_its_python_for_nnx_runs():

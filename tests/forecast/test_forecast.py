@@ -5,6 +5,7 @@ Most are of programs for CPU devices that stand for GPUs; what GPUs' programs ha
 
 import dataclasses
 import inspect
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +144,22 @@ def test_what_is_given_is_in_the_title_and_in_the_cases(cpus):
     assert case.variant == "mine" and case.tokens_per_second == 7 / case.step_seconds
 
 
+def test_gpus_share_sequences(cpus):
+    """As neighbours; the state is sharded over all of them."""
+    given = {"gpus": "8xH100", "stages": 3, "sequence": 4}
+    with mock.patch.object(zerojax.aot, "mesh", wraps=zerojax.aot.mesh) as meshes:
+        result = zerojax.forecast(audits.loss, audits.make_state, BATCH, **given)
+    assert meshes.call_args.args == ("8xH100", (2, 4), ("data", "sequence"))
+    (case,) = result.cases
+    assert (case.sequence, case.rows, case.tokens) == (4, ROWS // 2, ROWS * LENGTH)
+    assert case.formula == 16 * PSI // N + 8
+    assert "sequence=4" in str(result)
+    batch = lambda rows: jax.ShapeDtypeStruct((rows, LENGTH), jnp.int32)
+    models = {"mine": (audits.loss, audits.make_state, batch)}
+    study = zerojax.tools.study(models, gpus="8xH100", stages=3, rows=4, sequence=4, cache=False)
+    assert [(case.rows, case.examples) for case in study.cases] == [(4, 8)]
+
+
 def test_a_step_of_nnx_is_forecast_with_the_function_that_makes_its_model(cpus):
     """Dropout's stream is given a key; the batch statistics are updated."""
     make = lambda: nnx_models.make(rate=0.1)
@@ -203,6 +220,9 @@ TRAINS_NOTHING = r"a step of eval_step trains nothing.*Pass the loss, or a step 
         ({"stages": ()}, ValueError, "nothing to try: stages="),
         ({"batch": {}}, ValueError, "the batch has no arrays with rows. Pass the global batch"),
         ({"groups": {"params": "data"}}, ValueError, "no axis 'data'"),
+        ({"sequence": 0}, ValueError, "sequence=0 must be positive: how many GPUs share"),
+        ({"sequence": "sequence"}, ValueError, "sequence='sequence' must be positive"),
+        ({"sequence": 3}, ValueError, "sequence=3 GPUs .* divide the 2 GPUs of the mesh. Pass a"),
         ({"loss": {"a": STEP, "b": STEP}}, TypeError, SEVERAL),
         ({"loss": zerojax.eval_step(fakes.loss)}, TypeError, TRAINS_NOTHING),
     ],

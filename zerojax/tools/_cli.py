@@ -42,7 +42,7 @@ GB = 1e9
 # The flags of a step that say nothing of its program, or have a default.
 WHERE = {"gpus", "rows", "cache", "network", "host_link", "per_host"}
 OF_HLO = {*WHERE, "accumulate"}  # which HLO takes; of the others it is compiled already
-OF_CHOICES = {*WHERE, "settings", "axis", "tokens", "mutable"}
+OF_CHOICES = {*WHERE, "settings", "axis", "tokens", "mutable", "sequence"}
 OF_CHOICES |= {"compute", "master", "split", "moments"}
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 RETURNS = "(loss_fn, make_state, batch) or (loss_fn, make_state, batch, rng)"
@@ -274,7 +274,8 @@ def _model(arguments: argparse.Namespace) -> Ingredients:
     remats = remats or (_presets.REMATS if chooses else ("full",))
     count, gpu = _known.parse_count(arguments.gpus)
     preset = _presets.on(model, gpu)
-    return preset.losses(remats), preset.make_state, preset.batch(arguments.rows * count), None
+    batch = preset.batch(arguments.rows * count // (arguments.sequence or 1))
+    return preset.losses(remats), preset.make_state, batch, None
 
 
 def _models_of(arguments: argparse.Namespace) -> dict[str, PyTree]:

@@ -15,6 +15,7 @@ from zerojax._plan import mesh as _mesh
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
+from zerojax._plan.sequence import Sequences
 from zerojax._progress import working
 from zerojax._state.state import NNX_FIELDS, OPT_STATE, PARAMS
 from zerojax._step.schedule import LAYERS, MICROBATCHES, Schedule
@@ -232,6 +233,10 @@ class Choice(Printed):
             local = min(count, options.per_host)
             lines.append(f"mesh = zerojax.mesh(node={count // local}, gpu={local})")
             state += ["mesh=mesh"] + ['axis=("node", "gpu")'] * (way.groups is None)
+        elif share := options.sequence:
+            axis = f"{options.axis or DEFAULT_AXIS}={count // share}"
+            lines.append(f"mesh = zerojax.mesh({axis}, {Sequences.axis}={share})")
+            state.append(f'mesh=mesh, sequence="{Sequences.axis}"')
         elif isinstance(options.axis, str) and options.axis != DEFAULT_AXIS:
             lines.append(f"mesh = {_mesh.call_for(count, axis=options.axis)}")
             state.append("mesh=mesh")
@@ -302,6 +307,7 @@ def choose(
     rates: Rates | None = None,
     per_host: int = aot.PER_HOST,
     axis: str | None = None,
+    sequence: int | None = None,
 ) -> Choice:
     """Finds the fastest options that fit, for `shard_train_state` and `train_step`.
 
@@ -319,6 +325,7 @@ def choose(
         lossy: whether to look at quantized values, which change the numbers a little.
         axis: what the loss calls the mesh axis over all GPUs. A loss that names it, as "data" too,
             cannot train with options that need an axis of hosts and one of their GPUs.
+        sequence: as for `zerojax.forecast`; with it, no option needs an axis of hosts.
 
     Example:
         >>> def make_state():
@@ -341,7 +348,8 @@ def choose(
             "batch)."
         )
     shared: PyTree = {"tx": tx, "mutable": mutable, "precision": precision, "axis": axis}
-    options = WorkOptions(tokens=tokens, rates=rates, per_host=per_host, **shared)
+    shared |= {"sequence": sequence, "per_host": per_host}
+    options = WorkOptions(tokens=tokens, rates=rates, **shared)
     work = Workload.of(loss_fn, make_state, batch, rng, gpus, options)
     is_nnx = work.options.mutable == NNX_FIELDS
     return Choice(gpus, work.options, Search(work).run(lossy), is_nnx)
@@ -362,17 +370,22 @@ class Search:
         self.planned = functools.cache(lambda placed: self.of(placed).plan_at(placed.stage))
         self.devices = self.of(WayToTrain()).mesh.size
         self.local = min(self.devices, work.options.per_host)
+        self.share = work.options.sequence or 1
 
     def run(self, lossy: bool) -> tuple[Tried, ...]:
         losses = list(self.work.losses)
-        levels = self.devices > self.local and self.work.options.axis is None
+        levels = self.devices > self.local and self.work.options.axis is None and self.share == 1
         if levels:  # a loss that names one axis raises on a mesh of two, before anything compiles
             plan, work = self.plan_of(WayToTrain(groups=HSDP)), self.work
             arguments = [aot.batch(one, plan) for one in (work.batch, work.rng) if one is not None]
             work.step(losses[0], plan)._without_options.trace(plan.abstract(), *arguments)
         rows = next(x.shape[0] for x in jax.tree.leaves(self.work.batch) if x.shape)
         powers = (2**k for k in range(MOST_MICROBATCHES.bit_length()))
-        counts = [count for count in powers if count == 1 or rows % (count * self.devices) == 0]
+        counts = [
+            count
+            for count in powers
+            if count == 1 or rows * self.share % (count * self.devices) == 0
+        ]
         every = ways(losses, counts, levels, lossy)
         # On one device all stages are the same.
         every = (way for way in every if way.stage == 3 or self.devices > 1)

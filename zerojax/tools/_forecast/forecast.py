@@ -18,8 +18,9 @@ from zerojax._plan import planner as _planner
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import StateOptions
+from zerojax._plan.sequence import Sequences
 from zerojax._progress import progress
-from zerojax._specs import as_names
+from zerojax._specs import as_names, beyond
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import NNX_FIELDS
 from zerojax._step.schedule import Schedule, check_schedule, unordered
@@ -47,6 +48,15 @@ def _tokens(tokens: object) -> object:
     return tokens
 
 
+def _sequence(count: object) -> object:
+    if count is not None and (not isinstance(count, int | np.integer) or count < 1):
+        raise ValueError(
+            f"sequence={count!r} must be positive: how many GPUs share each sequence. The loss and "
+            f"`batch_specs` name their axis {Sequences.axis!r}."
+        )
+    return count
+
+
 def _schedules(schedules: Sequence[Schedule] | Schedule) -> object:
     for schedule in each_once(schedules):
         check_schedule(schedule)
@@ -72,6 +82,12 @@ class WorkOptions(StateOptions, TrainOptions):
         """what the loss calls the mesh axis over all GPUs, if not `data`: axis="batch". Two names
         are those of the hosts and of the GPUs of each; by default, `node` and `gpu` where `groups`
         or `regather` name them.""",
+    )
+    sequence: int | None = option(  # type: ignore[reportIncompatibleVariableOverride]
+        None,
+        "GPUs that share each sequence, on an axis `sequence` within that over all GPUs.",
+        check=_sequence,
+        flag={"type": int},
     )
     tokens: int | None = option(
         None, "in a step, if not the size of the first matrix of integers.", check=_tokens
@@ -295,7 +311,8 @@ class Workload:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """All GPUs along one axis; where a step names levels, of hosts and the GPUs of each."""
+        """All GPUs along one axis; where a step names levels, of hosts and the GPUs of each. Those
+        that share sequences are neighbours."""
         axis, levels = self.options.axis, self.options.names_levels
         usual = LEVELS if levels else DEFAULT_AXIS
         names = as_names(usual if axis is None else axis) or ()
@@ -306,11 +323,18 @@ class Workload:
                 f"axis={axis!r} must be {one}two names: of the hosts, and of the GPUs of each. Or "
                 f"leave axis= out.{why}"
             )
-        shape, per_host = None, self.options.per_host
-        if len(names) == 2:
-            count, _ = _known.parse_count(self.gpus)
-            local = max(1, min(count, per_host))
-            shape = count // local, local
+        per_host, share = self.options.per_host, self.options.sequence
+        count, _ = _known.parse_count(self.gpus)
+        local = max(1, min(count, per_host))
+        *hosts, fast = [count // local, local] if len(names) == 2 else [count]
+        if share is None:
+            return aot.mesh(self.gpus, (*hosts, fast), names, per_host=per_host)
+        if fast % share:
+            raise ValueError(
+                f"sequence={share} GPUs of each sequence do not divide the {fast} GPUs of "
+                f"{'each host' if hosts else 'the mesh'}. Pass a number that does."
+            )
+        shape, names = (*hosts, fast // share, share), (*names, Sequences.axis)
         return aot.mesh(self.gpus, shape, names, per_host=per_host)
 
     def settings(self, hidden: Iterable[str] = ()) -> list[str]:
@@ -329,7 +353,9 @@ class Workload:
         return {name: getattr(self.options, name) for name in names}
 
     def plan_at(self, stage: int) -> Plan:
-        placed = {"stage": stage, "mesh": self.mesh, "axis": self.mesh.axis_names}
+        sequence = Sequences.axis if self.options.sequence else None
+        rows = beyond(self.mesh.axis_names, (sequence,))
+        placed = {"stage": stage, "mesh": self.mesh, "axis": rows, "sequence": sequence}
         return _planner.plan(self.make_state, **self.of_kind(StateOptions) | placed)
 
     def step(self, variant: str, plan: Plan, **how: PyTree) -> Step:
@@ -364,6 +390,7 @@ class Workload:
             variant=variant,
             accumulate=accumulate,
             schedule=schedule,
+            sequence=plan._splits.blocks,
             examples=next(leaf.shape[0] for leaf in leaves if leaf.shape),
             tokens=self.options.tokens or next(integers, None),
             activations=total(memory.activations, memory.gathered),

@@ -260,7 +260,8 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
         case = one.case("", stage, one.options.accumulate, one.options.schedule)
         if case.unread:
             raise ValueError(case.unread)
-        return dataclasses.replace(case, examples=rows * case.count, report=None)
+        examples = rows * case.count // case.sequence
+        return dataclasses.replace(case, examples=examples, report=None)
 
     def cell(name: str, gpus: str, stage: int, rows: int | str) -> Case:
         """Returns a case, with the reason why it has no numbers if it has none."""
@@ -301,7 +302,7 @@ def _work(name: str, model: Gpt | Own, options: StudyOptions, gpus: str, rows: i
         preset = _presets.on(model, options.gpu_of(gpus))
         model = preset.losses([options.remat])[options.remat], preset.make_state, preset.batch
     loss, make_state, make_batch = model
-    examples = rows * Case(gpus, 0).count
+    examples = rows * Case(gpus, 0).count // (options.sequence or 1)
     batch = make_batch(examples)
     if (examples,) not in {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}:
         raise ValueError(
