@@ -408,9 +408,12 @@ def multiplied(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places
             s.axis.counting(s.array(v, place, eqn), place, v.shape, 0)
             for v, place in zip(operands, both, strict=True)
         ]
-        with s.sending(SUMS, eqn, _bytes_of(eqn)):
+        # A weight that mixes tokens returns tokens, along a dimension of its own.
+        mixed = [] if other else [d for d in maps[1 - k].values() if shape[d] >= s.axis.size]
+        with s.sending(OTHERS if mixed else SUMS, eqn, _bytes_of(eqn)):
             out = s.axis.summed(_compat.bind(eqn, arrays)[0])
-        return [Value(shape, out)]
+        at = Blocks(mixed[0]) if mixed else None
+        return [Value(shape, s.axis.cut(out, at) if at else out, at)]
     if None in places:
         return None
     moved = [at and at.moved(dims) for at, dims in zip(places, maps, strict=True)]
