@@ -11,9 +11,11 @@ from tests.support.sequences import table as _t
 from tests.support.sequences.table import (
     ATTENTION,
     DIM,
+    GATHERS,
     HEADS,
     ROWS,
     TOKENS,
+    UNEVEN,
     Case,
     case,
     heads_of,
@@ -169,11 +171,11 @@ def layers_by_cond() -> Case:
     return language_model(mix, **ATTENTION, flag=(1,))
 
 
-@case("keys and values of chunks")
+@case("keys and values of chunks", UNEVEN)
 def window_by_chunks() -> Case:
     """Longformer's: each chunk of queries sees its own and the one before."""
 
-    def attention(q, k, v, size=4):
+    def attention(q, k, v, size=3):
         rows, length, heads, dim = q.shape
         q, k, v = (a.reshape(rows, length // size, size, heads, dim) for a in (q, k, v))
         before = lambda a: jnp.pad(a, ((0, 0), (1, 0), (0, 0), (0, 0), (0, 0)))[:, :-1]
@@ -234,7 +236,7 @@ def attention_sinks() -> Case:
     return language_model(mix, **ATTENTION, sinks=(HEADS,))
 
 
-@case("keys and values, a block at a time")
+@case("keys and values, a block at a time", GATHERS)
 def attention_by_blocks() -> Case:
     """Flash attention in plain JAX: a scan over blocks of keys, with running maxima and sums."""
 

@@ -18,6 +18,7 @@ from tests.support.sequences.table import (
     LAYERS,
     ROWS,
     TOKENS,
+    UNEVEN,
     VOCAB,
     Case,
     case,
@@ -224,7 +225,7 @@ class ViT(nn.Module):
         return nn.Dense(5)(nn.LayerNorm()(x).mean(1))
 
 
-@case("keys and values, a sum over tokens")
+@case("keys and values, a sum over tokens", UNEVEN)
 def vit() -> Case:
     """Images are split along their height: 32 lines of 8, in 8 x 2 patches."""
     model = ViT()
@@ -238,7 +239,7 @@ def vit() -> Case:
     return Case(initialized(model.init, batch["images"])["params"], loss, batch)
 
 
-@case("keys and values, a sum over tokens")
+@case("keys and values, a sum over tokens", UNEVEN)
 def vit_by_reshape() -> Case:
     """Patches by reshape and transpose, as in MAE."""
 
@@ -290,7 +291,7 @@ class Statistics(nn.Module):
         return nn.Dense(5)(nn.Conv(HIDDEN, (5,), strides=2)(x).mean(1))
 
 
-@case("halos, the statistics of a layer")
+@case("halos, the statistics of a layer", UNEVEN)
 def batch_norm() -> Case:
     """A 1-d convolutional network; its statistics are those of all tokens of a device's rows."""
     model = Statistics()

@@ -12,6 +12,7 @@ from tests.support.sequences.table import (
     DIM,
     ROWS,
     TOKENS,
+    UNEVEN,
     VOCAB,
     Case,
     case,
@@ -96,7 +97,7 @@ def taken_along_axis() -> Case:
     return ending(end, ids_and())
 
 
-@case("keys and values")
+@case("keys and values", UNEVEN)
 def chunked_by_scan() -> Case:
     """A scan over chunks of each row, whose logits are made again in the backward pass."""
 

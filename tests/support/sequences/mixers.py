@@ -242,19 +242,21 @@ def sorted_tokens() -> Case:
     return pooling(pool)
 
 
-@case("all tokens, in the frequency domain", GATHERS)
-def fourier() -> Case:
-    """A learned filter of frequencies: GFNet's."""
+@case("keys and values, all tokens in the frequency domain", GATHERS)
+def spectrum() -> Case:
+    """The loss compares what each row has of some frequencies, of which the batch has the waves."""
 
-    def mix(p, x):
-        waves = jnp.fft.rfft(x, axis=1) * (p["real"] + 1j * p["imag"])
-        return jnp.fft.irfft(waves, x.shape[1], axis=1)
+    def loss(params, batch):
+        waves = jnp.abs(jnp.fft.rfft(batch["signal"], axis=1))[:, 1:6].mean(-1)
+        x = hidden_states(params, batch["signal"] @ params["inside"], _t.causal)
+        return jnp.mean((x.mean(1) @ params["waves"] - waves) ** 2)
 
-    shape = (TOKENS // 2 + 1, DIM)
-    return language_model(mix, real=shape, imag=shape)
+    ends = _t.weights(inside=(3, DIM), waves=(DIM, 5))
+    batch = {"signal": _t.normal(ROWS, TOKENS, 3)}
+    return Case(_t.transformer_params(**ATTENTION) | ends, loss, batch)
 
 
-@case("all tokens, by a matrix over them", GATHERS)
+@case("sums over tokens, by a matrix over them")
 def mlp_mixer() -> Case:
     """Its weights have a dimension of tokens."""
 

@@ -8,10 +8,10 @@ from tests.support.sequences import table as _t
 from tests.support.sequences.table import (
     ATTENTION,
     DIM,
-    GATHERS,
     HEADS,
     ROWS,
     TOKENS,
+    UNEVEN,
     Case,
     case,
     language_model,
@@ -51,7 +51,7 @@ def linear_attention_by_cumsum() -> Case:
     return language_model(mix, **ATTENTION)
 
 
-@case("a state, from device to device", GATHERS)
+@case("a state, from device to device")
 def linear_attention_by_scan() -> Case:
     def mix(p, x):
         q, k, v = (jnp.moveaxis(a, 1, 0) for a in qkv_of(p, x))
@@ -68,7 +68,7 @@ def linear_attention_by_scan() -> Case:
     return language_model(mix, **ATTENTION)
 
 
-@case("the state of each chunk, from device to device", GATHERS)
+@case("the state of each chunk, from device to device", UNEVEN)
 def linear_attention_by_chunks() -> Case:
     """Attention within chunks, and a scan over their states: GLA's and RetNet's form."""
 
@@ -126,7 +126,7 @@ def s5() -> Case:
     return language_model(mix, decay=(6,), turn=(6,), skip=(DIM,), **shapes)
 
 
-@case("a halo of 3 tokens; a state, from device to device", GATHERS)
+@case("a halo of 3 tokens; a state, from device to device")
 def mamba() -> Case:
     """Selective: steps, inputs and outputs of the state depend on the token."""
 
@@ -155,7 +155,7 @@ def mamba() -> Case:
     )  # fmt: skip
 
 
-@case("a halo of one token; a state, from device to device", GATHERS)
+@case("a halo of one token; a state, from device to device")
 def rwkv() -> Case:
     """Its fourth form: running sums with decay, kept from overflow by a running maximum."""
 
@@ -185,7 +185,7 @@ def rwkv() -> Case:
     )
 
 
-@case("a state, from device to device", GATHERS)
+@case("a state, from device to device")
 def gated_cell() -> Case:
     """A GRU, over tokens from both ends."""
 
@@ -215,7 +215,7 @@ def gated_cell() -> Case:
     return Case(_t.transformer_params(**shapes), loss, batch)
 
 
-@case("a state, from device to device", GATHERS)
+@case("a state, from device to device")
 def loop_over_tokens() -> Case:
     """A `fori_loop` that reads one token a turn: no leaf is differentiated through it."""
 

@@ -16,7 +16,9 @@ import optax
 
 # 24 tokens are whole blocks on 4 and 8 devices. The last of 7 has none that counts.
 ROWS, TOKENS, DIM, HEADS, HIDDEN, VOCAB, LAYERS = 4, 24, 16, 2, 32, 37, 2
-SPLIT, GATHERS = "split", "gathers"
+# What a case expects: that devices exchange what mixes tokens and no more; that an operand is made
+# whole, for which there is no rule; or that, where chunks of tokens end between devices.
+SPLIT, GATHERS, UNEVEN = "split", "gathers", "gathers where uneven"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Case:
 
 class Row(NamedTuple):
     mixes: str  # what mixes tokens
-    expects: str  # SPLIT, or GATHERS: an operand that no rule covers is made whole
+    expects: str
     make: Callable[[], Case]
 
 

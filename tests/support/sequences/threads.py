@@ -10,7 +10,6 @@ from tests.support.sequences import table as _t
 from tests.support.sequences.table import (
     ATTENTION,
     DIM,
-    GATHERS,
     HEADS,
     ROWS,
     TOKENS,
@@ -71,7 +70,7 @@ def gated_delta(p, x):
     return jnp.moveaxis(o, 0, 1).reshape(x.shape) @ p["out"]
 
 
-@case("a halo of 2 tokens; a state, from device to device; keys and values", GATHERS)
+@case("a halo of 2 tokens; a state, from device to device; keys and values")
 def accelerate_4177_linear() -> Case:
     """Gated DeltaNet's linear attention, and full attention after it: Qwen3-Next's layers."""
 
