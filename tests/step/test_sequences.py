@@ -155,5 +155,5 @@ def test_an_operand_that_would_be_made_whole_is_refused(name):
     plan = zerojax.plan({"params": case.params}, mesh=mesh_of(MESHES["2x4"]), sequence=none)
     options = {} if case.specs is None else {"batch_specs": case.specs}
     run = jax.jit(zerojax.value_and_grad(case.loss, plan, has_aux=case.has_aux, **options))
-    with pytest.raises(ValueError, match="mixes tokens.*more than most_gathered=0%"):
+    with pytest.raises(ValueError, match=r"mixes tokens.*more than most_gathered=0%"):
         run.trace(case.params, *arguments(case))
