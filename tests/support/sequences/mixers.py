@@ -325,7 +325,7 @@ def physics() -> Case:
     return Case(params, loss, {"points": _t.draw().random((ROWS, TOKENS), np.float32)})
 
 
-@case("distances between all pairs")
+@case("distances between all pairs", GATHERS)
 def atoms() -> Case:
     """Energies of pairs, and forces as their derivative, of which the loss is made."""
 
