@@ -351,7 +351,7 @@ def _adds_up(jaxpr: Jaxpr, consts: int, carried: int) -> bool:
         is_sum = maker is not None and maker.primitive.name in ("add", "add_any")
         if out is not var and not (is_sum and maker and var in maker.invars):
             return False
-        if readers.count(var) != 1:
+        if any(readers.count(v) != 1 for v in {var, out}):
             return False
     return True
 
