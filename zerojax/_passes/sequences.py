@@ -364,6 +364,8 @@ def scattered(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places)
         if (moved := places[2]) is None or moved.dim not in rows:
             return None
         place = dataclasses.replace(moved, dim=rows.index(moved.dim), home=None)
+    if place.dim in numbers.scatter_indices_batching_dims:
+        return None
     moved = dataclasses.replace(place, dim=rows[place.dim], home=None)
     more = s.array(updates, moved, eqn)
     more = s.axis.counting(more, moved, updates.shape, 0)
