@@ -21,8 +21,8 @@ from zerojax._jaxprs import ELEMENTWISE, primitives, type_of
 from zerojax._types import Shape, wide
 
 EACH = ELEMENTWISE | primitives("""
-bessel_i0e bessel_i1e clz complex igamma igamma_grad_a igammac name polygamma random_gamma_grad
-regularized_incomplete_beta threefry2x32 zeta
+bessel_i0e bessel_i1e clz complex igamma igamma_grad_a igammac name one_minus_square
+polygamma random_gamma_grad regularized_incomplete_beta reshard threefry2x32 zeta
 """)
 # Of collectives, those that leave elements at their places.
 IN_PLACE = primitives("psum psum_invariant pmax pmin ppermute pvary pcast")
