@@ -286,6 +286,10 @@ def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:
             return but(*range(ranks[0] - len(params["fft_lengths"]), ranks[0]))
         case "slice" | "dynamic_slice":
             maps[0] = {d: d for d, n in enumerate(shapes[0]) if n == out[d]}
+        case "stack":
+            return [{d: d + (d >= params["axis"]) for d in range(rank)} for rank in ranks]
+        case "tile":
+            maps[0] = {d: d for d, times in enumerate(params["reps"]) if times == 1}
         case "pad":
             same = enumerate(params["padding_config"])
             maps[0] = {d: d for d, config in same if config == (0, 0, 0)}
