@@ -125,6 +125,26 @@ def test_sequences_travel_over_their_axis_only(in_layers, axis, is_refused):
     assert any(re.search(said, line) for line in lines) == bool(lines) == is_refused
 
 
+def attends(params, x):
+    x = x @ params["w"]
+    scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", x, x))
+    return jnp.mean(jnp.einsum("bts,bsd->btd", scores, x) ** 2)
+
+
+def test_a_loss_of_whole_sequences_has_the_lines_that_need_other_tokens():
+    make = lambda: TrainState.create(
+        apply_fn=None, params={"w": jnp.ones((DIM, DIM))}, tx=optax.sgd(0.1)
+    )
+    axis = zerojax.Sequences("seq", most_gathered=10)
+    plan = zerojax.plan(make, mesh=zerojax.mesh(data=2, seq=4), sequence=axis)
+    x = zerojax.aot.batch(jnp.ones((8, 4 * TOKENS, DIM)), plan)
+    report = zerojax.audit(zerojax.train_step(attends), plan.abstract(), x).check()
+    first = attends.__code__.co_firstlineno
+    sent = [one for one in report.traffic if one.axes == ("seq",) and one.wire_bytes > 64]
+    assert {one.source for one in sent} == {f"{__file__}:{first + n}" for n in (2, 3)}
+    assert all(one.serves.startswith("sequences/") for one in sent)
+
+
 @pytest.mark.gpu_code
 def test_what_xla_joins_with_weights_is_counted_by_its_share():
     """Weights that are sharded over the axis of sequences travel with the keys."""

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.typing import ArrayLike
 
@@ -189,12 +190,13 @@ class Splitter:
 
     @contextlib.contextmanager
     def sending(self, what: str, eqn: JaxprEqn, nbytes: int) -> Generator[None]:
-        """Names what an operation sends, for audits, and counts it."""
+        """Names what an operation sends, and its line, for audits, and counts it."""
         callers = (caller for _, caller in reversed(self.callers) if caller is not None)
         lines = filter(None, map(_compat.line_of, (eqn, *callers)))
         place = f"{eqn.primitive.name} ({next(lines, 'a library')})"
         self.regions[-1].sent.append(Sent(what, nbytes, place, what == OTHERS))
-        with jax.named_scope("/".join(filter(None, [_compat.scope_of(eqn), "sequences", what]))):
+        scope = "/".join(filter(None, [_compat.scope_of(eqn), "sequences", what]))
+        with source_info_util.user_context(eqn.source_info.traceback), jax.named_scope(scope):
             yield
 
     @contextlib.contextmanager
