@@ -35,14 +35,10 @@ from zerojax import _compat
 from zerojax._axis_types import NO_MESH
 from zerojax._jaxprs import unclosed
 from zerojax._loss import fields as _fields
-from zerojax._passes import (
-    codes as _codes,
-    constraints as _constraints,
-    means as _means,
-    tables as _tables,
-)
+from zerojax._passes import codes as _codes, constraints as _constraints, tables as _tables
 from zerojax._passes.constraints import is_constraint, named_axes
 from zerojax._passes.loss import Loss
+from zerojax._passes.means import TOKENS
 from zerojax._passes.one_device import as_one_device, seeing, typed
 from zerojax._specs import beyond
 from zerojax._state.hints import axes_of_rules
@@ -153,7 +149,7 @@ def _call(loss_fn: Callable[..., PyTree], args: Sequence[PyTree], axes: tuple[st
         unbound = re.search(r"unbound axis name: (\w+)", str(error))
         if unbound is None:
             raise
-        axes = beyond(axes, (_means.TOKENS.get(),))
+        axes = beyond(axes, (TOKENS.get(),))
         name = repr(axes[0] if len(axes) == 1 else axes)
         raise NameError(
             f"the loss communicates over the axis {unbound[1]!r}, and its batch is split over "
