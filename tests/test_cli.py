@@ -208,6 +208,7 @@ FLAGS = {
         ],
     },
     "--sequence 4": {"sequence": 4},
+    "--sequence 8,0.2": {"sequence": (8, 0.2)},
     "--split --moments int8": {"precision": PRECISION(moments="int8", **SPLIT)},
     "--compute bfloat16 --reduce float32 --axis host,card --prefetch 0 --skip-nonfinite "
     "--no-donate --mutable batch_stats": {

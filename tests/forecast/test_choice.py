@@ -71,7 +71,7 @@ def named(params, batch):
         ({"offload": ("opt_state",)}, {}, False),
         ({"groups": AMSP, "accumulate": 2}, {}, True),
         (LOSSY | {"reduce": "int4"}, {}, True),
-        ({"stage": 3}, {"sequence": 4}, False),
+        ({"stage": 3}, {"sequence": (4, 0.2)}, False),
     ],
     ids=str,
 )
@@ -95,7 +95,10 @@ def test_its_python_runs(way, made, levels):
     assert (options.accumulate, options.schedule) == (way.accumulate, wanted.schedule)
     assert plan.precision == wanted.precision and plan.stage == way.stage
     names = ("node", "gpu") if levels else (made.get("axis", "data"), *(made.keys() & {"sequence"}))
-    assert plan.mesh.axis_names == names and (plan.sequence is not None) == ("sequence" in made)
+    assert plan.mesh.axis_names == names and plan.sequence in (
+        None,
+        zerojax.Sequences("sequence", 0.2),
+    )
 
 
 def test_its_python_for_nnx_runs():

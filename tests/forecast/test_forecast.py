@@ -222,6 +222,8 @@ TRAINS_NOTHING = r"a step of eval_step trains nothing.*Pass the loss, or a step 
         ({"groups": {"params": "data"}}, ValueError, "no axis 'data'"),
         ({"sequence": 0}, ValueError, "sequence=0 must be positive: how many GPUs share"),
         ({"sequence": "sequence"}, ValueError, "sequence='sequence' must be positive"),
+        ({"sequence": (2, 0.2, 1)}, ValueError, r"such as 8, or \(8, 0.2\) with the most_gathered"),
+        ({"sequence": (2, -1)}, ValueError, r"Sequences\(most_gathered=-1\) must be a share"),
         ({"sequence": 3}, ValueError, "sequence=3 GPUs .* divide the 2 GPUs of the mesh. Pass a"),
         ({"loss": {"a": STEP, "b": STEP}}, TypeError, SEVERAL),
         ({"loss": zerojax.eval_step(fakes.loss)}, TypeError, TRAINS_NOTHING),

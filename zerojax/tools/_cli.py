@@ -274,7 +274,7 @@ def _model(arguments: argparse.Namespace) -> Ingredients:
     remats = remats or (_presets.REMATS if chooses else ("full",))
     count, gpu = _known.parse_count(arguments.gpus)
     preset = _presets.on(model, gpu)
-    batch = preset.batch(arguments.rows * count // (arguments.sequence or 1))
+    batch = preset.batch(arguments.rows * count // each_once(arguments.sequence or 1)[0])
     return preset.losses(remats), preset.make_state, batch, None
 
 

@@ -15,7 +15,6 @@ from zerojax._plan import mesh as _mesh
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
-from zerojax._plan.sequence import Sequences
 from zerojax._progress import working
 from zerojax._state.state import NNX_FIELDS, OPT_STATE, PARAMS
 from zerojax._step.schedule import LAYERS, MICROBATCHES, Schedule
@@ -233,10 +232,10 @@ class Choice(Printed):
             local = min(count, options.per_host)
             lines.append(f"mesh = zerojax.mesh(node={count // local}, gpu={local})")
             state += ["mesh=mesh"] + ['axis=("node", "gpu")'] * (way.groups is None)
-        elif share := options.sequence:
-            axis = f"{options.axis or DEFAULT_AXIS}={count // share}"
-            lines.append(f"mesh = zerojax.mesh({axis}, {Sequences.axis}={share})")
-            state.append(f'mesh=mesh, sequence="{Sequences.axis}"')
+        elif split := options.split:
+            axis = f"{options.axis or DEFAULT_AXIS}={count // options.share}"
+            lines.append(f"mesh = zerojax.mesh({axis}, {split.axis}={options.share})")
+            state.append(f"mesh=mesh, sequence=zerojax.{split!r}")
         elif isinstance(options.axis, str) and options.axis != DEFAULT_AXIS:
             lines.append(f"mesh = {_mesh.call_for(count, axis=options.axis)}")
             state.append("mesh=mesh")
@@ -307,7 +306,7 @@ def choose(
     rates: Rates | None = None,
     per_host: int = aot.PER_HOST,
     axis: str | None = None,
-    sequence: int | None = None,
+    sequence: int | tuple[int, float] | None = None,
 ) -> Choice:
     """Finds the fastest options that fit, for `shard_train_state` and `train_step`.
 
@@ -370,7 +369,7 @@ class Search:
         self.planned = functools.cache(lambda placed: self.of(placed).plan_at(placed.stage))
         self.devices = self.of(WayToTrain()).mesh.size
         self.local = min(self.devices, work.options.per_host)
-        self.share = work.options.sequence or 1
+        self.share = work.options.share
 
     def run(self, lossy: bool) -> tuple[Tried, ...]:
         losses = list(self.work.losses)

@@ -48,13 +48,21 @@ def _tokens(tokens: object) -> object:
     return tokens
 
 
-def _sequence(count: object) -> object:
-    if count is not None and (not isinstance(count, int | np.integer) or count < 1):
+def _sequence(sequence: object) -> object:
+    count, *limit = _pair(sequence)
+    if not isinstance(count, int | np.integer) or count < 1 or len(limit) > 1:
         raise ValueError(
-            f"sequence={count!r} must be positive: how many GPUs share each sequence. The loss and "
-            f"`batch_specs` name their axis {Sequences.axis!r}."
+            f"sequence={sequence!r} must be positive: how many GPUs share each sequence, such as "
+            "8, or (8, 0.2) with the most_gathered of zerojax.Sequences. `batch_specs` names their "
+            f"axis {Sequences.axis!r}."
         )
-    return count
+    Sequences(Sequences.axis, *limit)
+    return sequence
+
+
+def _pair(sequence: PyTree) -> tuple[PyTree, ...]:
+    """Returns how many GPUs share each sequence, and the limit of `Sequences`, if there is one."""
+    return sequence if isinstance(sequence, tuple) else (1 if sequence is None else sequence,)
 
 
 def _schedules(schedules: Sequence[Schedule] | Schedule) -> object:
@@ -83,11 +91,11 @@ class WorkOptions(StateOptions, TrainOptions):
         are those of the hosts and of the GPUs of each; by default, `node` and `gpu` where `groups`
         or `regather` name them.""",
     )
-    sequence: int | None = option(  # type: ignore[reportIncompatibleVariableOverride]
+    sequence: int | tuple[int, float] | None = option(  # type: ignore[reportIncompatibleVariableOverride]
         None,
-        "GPUs that share each sequence, on an axis `sequence` within that over all GPUs.",
+        """GPUs that share each sequence, on an axis `sequence` within that over all GPUs. (8, 0.2)
+        has the `most_gathered` of `zerojax.Sequences`, too.""",
         check=_sequence,
-        flag={"type": int},
     )
     tokens: int | None = option(
         None, "in a step, if not the size of the first matrix of integers.", check=_tokens
@@ -104,6 +112,17 @@ class WorkOptions(StateOptions, TrainOptions):
         quantizes = isinstance(getattr(self.precision, "reduce", None), QuantizedWire)
         over_axes = any(not isinstance(one.regather, bool) for one in each_once(self.schedule))
         return quantizes or self.groups is not None or over_axes
+
+    @property
+    def share(self) -> int:
+        """How many GPUs share each sequence."""
+        return _pair(self.sequence)[0]
+
+    @property
+    def split(self) -> Sequences | None:
+        """How they do."""
+        limit = _pair(self.sequence)[1:]
+        return None if self.sequence is None else Sequences(Sequences.axis, *limit)
 
     def gpu_of(self, gpus: str) -> Gpu:
         """Returns the GPU of "64xH100", with the rates that a user passes."""
@@ -323,11 +342,11 @@ class Workload:
                 f"axis={axis!r} must be {one}two names: of the hosts, and of the GPUs of each. Or "
                 f"leave axis= out.{why}"
             )
-        per_host, share = self.options.per_host, self.options.sequence
+        per_host, share = self.options.per_host, self.options.share
         count, _ = _known.parse_count(self.gpus)
         local = max(1, min(count, per_host))
         *hosts, fast = [count // local, local] if len(names) == 2 else [count]
-        if share is None:
+        if self.options.sequence is None:
             return aot.mesh(self.gpus, (*hosts, fast), names, per_host=per_host)
         if fast % share:
             raise ValueError(
@@ -353,9 +372,9 @@ class Workload:
         return {name: getattr(self.options, name) for name in names}
 
     def plan_at(self, stage: int) -> Plan:
-        sequence = Sequences.axis if self.options.sequence else None
-        rows = beyond(self.mesh.axis_names, (sequence,))
-        placed = {"stage": stage, "mesh": self.mesh, "axis": rows, "sequence": sequence}
+        split = self.options.split
+        rows = beyond(self.mesh.axis_names, (split and split.axis,))
+        placed = {"stage": stage, "mesh": self.mesh, "axis": rows, "sequence": split}
         return _planner.plan(self.make_state, **self.of_kind(StateOptions) | placed)
 
     def step(self, variant: str, plan: Plan, **how: PyTree) -> Step:

@@ -302,7 +302,7 @@ def _work(name: str, model: Gpt | Own, options: StudyOptions, gpus: str, rows: i
         preset = _presets.on(model, options.gpu_of(gpus))
         model = preset.losses([options.remat])[options.remat], preset.make_state, preset.batch
     loss, make_state, make_batch = model
-    examples = rows * Case(gpus, 0).count // (options.sequence or 1)
+    examples = rows * Case(gpus, 0).count // options.share
     batch = make_batch(examples)
     if (examples,) not in {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}:
         raise ValueError(
