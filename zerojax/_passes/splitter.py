@@ -1,7 +1,7 @@
 """Runs a jaxpr of whole sequences on one device's blocks of them.
 
 Each value that depends on tokens is in `Blocks`; all else is whole, the same on all devices of the
-axis. What treats tokens alike runs on blocks. What mixes them has a rule in `_passes/sequences.py`.
+axis. What treats tokens alike runs on blocks. What mixes them has a rule in `_passes/mixing.py`.
 What has no rule gathers its operands, which is exact, and is reported, or refused above a limit.
 """
 

@@ -1,0 +1,382 @@
+"""Rules for operations that mix tokens: sums, windows, and elements by their place.
+
+A rule returns the results of an equation; None where it does not apply.
+"""
+
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend.core import JaxprEqn
+from jax.typing import ArrayLike, DTypeLike
+
+from zerojax import _compat
+from zerojax._jaxprs import nbytes, type_of
+from zerojax._passes.blocks import SCATTERS, Axis, Blocks
+from zerojax._passes.splitter import (
+    HALO,
+    OTHERS,
+    SUMS,
+    TOKENS,
+    Places,
+    Rule,
+    Splitter,
+    Value,
+)
+
+# -- sums, and what is like one
+
+
+def reduced(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+    name, axes = eqn.primitive.name, eqn.params.get("axes", ())
+    (value, *_), (at, *_) = operands, places
+    if at is None or at.dim not in axes or name not in FILLS:
+        return None
+    if name.startswith("arg") and not at.is_plain:
+        return None
+    array = s.array(value, at, eqn)
+    array = s.axis.counting(array, at, value.shape, fill_of(name, array.dtype))
+    with s.sending(SUMS, eqn, nbytes(eqn.outvars)):
+        match name:
+            case "reduce_max" | "reduce_min":
+                out = s.axis.largest(array, axes, 1 if name == "reduce_max" else -1)
+            case "argmax" | "argmin":
+                out = _place_of_largest(s.axis, eqn, array, at, value.shape)
+            case "reduce_sum":
+                out = s.axis.summed(_compat.bind(eqn, [array])[0])
+            case _:  # a product, or a logical one
+                parts = lax.all_gather(_compat.bind(eqn, [array])[0], s.axis.name)
+                out = _compat.bind(eqn.replace(params={**eqn.params, "axes": (0,)}), [parts])[0]
+    return [Value(type_of(eqn.outvars[0]).shape, out)]
+
+
+FILLS = {
+    "reduce_sum": 0,
+    "reduce_prod": 1,
+    "reduce_and": True,
+    "reduce_or": False,
+    "reduce_max": -np.inf,
+    "reduce_min": np.inf,
+    "argmax": -np.inf,
+    "argmin": np.inf,
+    "cumsum": 0,
+    "cumprod": 1,
+    "cummax": -np.inf,
+    "cummin": np.inf,
+    "reduce_window_sum": 0,
+    "reduce_window_max": -np.inf,
+    "reduce_window_min": np.inf,
+}
+
+
+def fill_of(name: str, dtype: DTypeLike) -> ArrayLike:
+    """Returns the number that changes nothing in a reduction."""
+    fill = FILLS[name]
+    if not isinstance(fill, float) or jnp.issubdtype(dtype, jnp.inexact):
+        return fill
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return fill > 0
+    return jnp.iinfo(dtype).max if fill > 0 else jnp.iinfo(dtype).min
+
+
+def _place_of_largest(
+    axis: Axis, eqn: JaxprEqn, array: Array, at: Blocks, shape: tuple[int, ...]
+) -> Array:
+    """Returns the first place of the largest, or the smallest, along the tokens."""
+    index = _compat.bind(eqn, [array])[0]
+    best = jnp.take_along_axis(array, jnp.expand_dims(index, at.dim), at.dim).squeeze(at.dim)
+    index = index + (axis.index * axis.block(at.length(shape))).astype(index.dtype)
+    all_best, all_index = (lax.all_gather(x, axis.name) for x in (best, index))
+    first = eqn.replace(params={**eqn.params, "axes": (0,)})
+    device = _compat.bind(first, [all_best])[0]
+    return jnp.take_along_axis(all_index, device[None], 0)[0]
+
+
+def accumulated(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+    """A cumulative sum: of a block, and what all blocks before it add up to."""
+    (value,), (at,), name = operands, places, eqn.primitive.name
+    if at is None or at.dim != eqn.params["axis"] or not at.is_plain or name not in FILLS:
+        return None
+    array = s.array(value, at, eqn)
+    fill, reverse, dim = fill_of(name, array.dtype), eqn.params["reverse"], at.dim
+    array = _compat.bind(eqn, [s.axis.counting(array, at, value.shape, fill)])[0]
+    edge = 0 if reverse else array.shape[dim] - 1
+    total = lax.slice_in_dim(array, edge, edge + 1, axis=dim)
+    with s.sending(SUMS, eqn, s.axis.size * total.size * total.dtype.itemsize):
+        totals = lax.all_gather(total, s.axis.name)
+    devices = lax.broadcasted_iota(jnp.int32, totals.shape, 0)
+    is_before = devices > s.axis.index if reverse else devices < s.axis.index
+    totals = jnp.where(is_before, totals, jnp.asarray(fill, totals.dtype))
+    join, reduce = JOINS[name]
+    return [Value(value.shape, join(array, reduce(totals, axis=0).astype(array.dtype)), at)]
+
+
+JOINS: dict[str, tuple[Any, Any]] = {
+    "cumsum": (lax.add, jnp.sum),
+    "cumprod": (lax.mul, jnp.prod),
+    "cummax": (lax.max, jnp.max),
+    "cummin": (lax.min, jnp.min),
+}
+
+
+# -- windows: slices, shifts and convolutions take a halo from the neighbours
+
+
+def windowed(
+    s: Splitter,
+    eqn: JaxprEqn,
+    value: Value,
+    at: Blocks,
+    length: int,
+    first: int,
+    stride: int = 1,
+    width: int = 1,
+    fill: ArrayLike | None = None,
+) -> Array:
+    """Returns what this device reads for its block of a result of so much length, of which element
+    i reads `width` elements from `first + i * stride` on."""
+    step, read = s.axis.block(length) * stride, (s.axis.block(length) - 1) * stride + width
+    array, size = s.array(value, at, eqn), value.shape[at.dim]
+    halo = sum(s.axis.reach(size, first, step, read))
+    is_far = halo > 2 * s.axis.block(size)
+    sent = value.nbytes // size * (size if is_far else halo)
+    with s.sending(OTHERS if is_far else HALO, eqn, sent):
+        return s.axis.window(array, at.dim, size, first, step, read, fill)
+
+
+def sliced(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+    (value,), (at,), params = operands, places, eqn.params
+    shape = type_of(eqn.outvars[0]).shape
+    if at is None or value.shape[at.dim] == shape[at.dim] or not at.is_plain:
+        return None
+    dim, rank = at.dim, len(shape)
+    starts, limits = list(params["start_indices"]), list(params["limit_indices"])
+    strides = list(params["strides"] or [1] * rank)
+    start, stride = starts[dim], strides[dim]
+    if shape[dim] < s.axis.size:
+        array = _tokens(s, eqn, value, at, start + stride * jnp.arange(shape[dim]))
+        strides[dim], at = 1, None
+    else:
+        array, at = windowed(s, eqn, value, at, shape[dim], start, stride), Blocks(dim)
+    starts[dim], limits[dim] = 0, array.shape[dim]
+    return [Value(shape, lax.slice(array, starts, limits, strides), at)]
+
+
+def _tokens(s: Splitter, eqn: JaxprEqn, value: Value, at: Blocks, numbers: Array) -> Array:
+    """Returns a few tokens, whole: each comes from the device that has it."""
+    here = numbers - s.axis.index * s.axis.block(value.shape[at.dim])
+    # A negative index would count from the end.
+    here = jnp.where(here < 0, value.shape[at.dim], here)
+    array = s.array(value, at, eqn)
+    rows = jnp.take(array, here, axis=at.dim, mode="fill", fill_value=0)
+    with s.sending(TOKENS, eqn, rows.size * rows.dtype.itemsize):
+        return s.axis.summed(rows)
+
+
+def _unless_few(s: Splitter, eqn: JaxprEqn, value: Value) -> Value:
+    """Returns a value in blocks, or whole if it has fewer tokens than there are devices."""
+    if value.at is None or value.at.length(value.shape) >= s.axis.size:
+        return value
+    return Value(value.shape, s.array(value, None, eqn, TOKENS))
+
+
+def taken_apart(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+    (value,), (at,), first = operands, places, 0
+    if at is None or at.dim != eqn.params["axis"] or not at.is_plain:
+        return None
+    parts: list[Value] = []
+    for var in eqn.outvars:
+        shape = type_of(var).shape
+        array = windowed(s, eqn, value, at, shape[at.dim], first)
+        parts.append(_unless_few(s, eqn, Value(shape, array, Blocks(at.dim))))
+        first += shape[at.dim]
+    return parts
+
+
+def padded(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+    (value, fill), (at, _), config = operands, places, list(eqn.params["padding_config"])
+    if at is None or config[at.dim] == (0, 0, 0) or not at.is_plain:
+        return None
+    dim, shape = at.dim, type_of(eqn.outvars[0]).shape
+    low, _, interior = config[dim]
+    if interior:  # between the elements of each block
+        if low > interior or shape[dim] != value.shape[dim] * (interior + 1):
+            return None
+        if value.shape[dim] % s.axis.size:
+            return None
+        array = s.array(value, at, eqn)
+        config[dim] = (low, interior - low, interior)
+    else:
+        array = windowed(s, eqn, value, at, shape[dim], -low, fill=fill.array)
+        config[dim] = (0, 0, 0)
+    return [Value(shape, lax.pad(array, fill.array, config), Blocks(dim))]
+
+
+def joined(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+    dim, shape = eqn.params["dimension"], type_of(eqn.outvars[0]).shape
+    if all(at is None or at.dim != dim for at in places):
+        return None
+    at, offset, result = Blocks(dim), 0, None
+    block = s.axis.block(shape[dim])
+    for value, place in zip(operands, places, strict=True):
+        length = value.shape[dim]
+        if place is not None and place == at:
+            part = windowed(s, eqn, value, place, shape[dim], -offset)
+        else:
+            part = s.array(value, None, eqn)
+            widths = [(0, 0)] * len(shape)
+            widths[dim] = (offset, shape[dim] - offset - length)
+            part = s.axis.cut(jnp.pad(part, widths), at)
+        if result is None:
+            result = part
+        else:
+            number = s.axis.index * block + lax.broadcasted_iota(jnp.int32, part.shape, dim)
+            result = jnp.where(number >= offset, part, result)
+        offset += length
+    return [Value(shape, result, at)]
+
+
+def reversed_(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+    (value,), (at,), size = operands, places, s.axis.size
+    if at is None or at.dim not in eqn.params["dimensions"]:
+        return None
+    if value.shape[at.dim] % size or not at.is_plain:
+        return None
+    array = _compat.bind(eqn, [s.array(value, at, eqn)])[0]
+    with s.sending(HALO, eqn, value.nbytes // size):
+        pairs = [(device, size - 1 - device) for device in range(size)]
+        return [Value(value.shape, lax.ppermute(array, s.axis.name, pairs), at)]
+
+
+def convolved(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+    (value, kernel), (at, other), params = operands, places, dict(eqn.params)
+    lhs, rhs, out = params["dimension_numbers"]
+    if at is None or other is not None or at.dim not in lhs[2:] or not at.is_plain:
+        return None
+    i = lhs[2:].index(at.dim)
+    if params["lhs_dilation"][i] != 1:
+        return None
+    dim, shape = out[2 + i], type_of(eqn.outvars[0]).shape
+    width = params["rhs_dilation"][i] * (kernel.shape[rhs[2 + i]] - 1) + 1
+    low, stride = params["padding"][i][0], params["window_strides"][i]
+    array = windowed(s, eqn, value, at, shape[dim], -low, stride, width, fill=0)
+    padding = [(0, 0) if k == i else pair for k, pair in enumerate(params["padding"])]
+    eqn = eqn.replace(params={**params, "padding": tuple(padding)})
+    out_array = _compat.bind(eqn, [array, s.array(kernel, None, eqn)])[0]
+    return [_unless_few(s, eqn, Value(shape, out_array, Blocks(dim)))]
+
+
+def pooled(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+    (value,), (at,), params = operands, places, dict(eqn.params)
+    if at is None or params["base_dilation"][at.dim] != 1 or not at.is_plain:
+        return None
+    dim, shape = at.dim, type_of(eqn.outvars[0]).shape
+    width = params["window_dilation"][dim] * (params["window_dimensions"][dim] - 1) + 1
+    low, stride = params["padding"][dim][0], params["window_strides"][dim]
+    fill = fill_of(eqn.primitive.name, type_of(eqn.invars[0]).dtype)
+    array = windowed(s, eqn, value, at, shape[dim], -low, stride, width, fill)
+    padding = [(0, 0) if d == dim else pair for d, pair in enumerate(params["padding"])]
+    eqn = eqn.replace(params={**params, "padding": tuple(padding)})
+    return [_unless_few(s, eqn, Value(shape, _compat.bind(eqn, [array])[0], Blocks(dim)))]
+
+
+# -- elements by their place
+
+
+def picked(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+    """Elements of tokens whose places are whole: each comes from the device that has it."""
+    (value, index), (at, other) = operands, places
+    numbers = eqn.params["dimension_numbers"]
+    if at is None or other is not None or at.dim not in numbers.start_index_map:
+        return None
+    if eqn.params["slice_sizes"][at.dim] != 1 or not at.is_plain:
+        return None
+    array, length = s.array(value, at, eqn), value.shape[at.dim]
+    indices, column = s.array(index, None, eqn), numbers.start_index_map.index(at.dim)
+    is_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
+    clipped = jnp.clip(indices, 0, length - 1)
+    mode = eqn.params["mode"]
+    is_clip = mode == lax.GatherScatterMode.CLIP
+    here = clipped - (s.axis.index * s.axis.block(length)).astype(indices.dtype)
+    outside = (indices < 0) | (indices >= length)
+    missing = jnp.any(outside & is_column, -1)
+    here = jnp.where(is_column & (is_clip | ~outside), here, jnp.where(is_column, -1, indices))
+    params = {"mode": lax.GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
+    own = eqn.replace(params={**eqn.params, **params})
+    with s.sending(TOKENS, eqn, nbytes(eqn.outvars)):
+        out = s.axis.summed(_compat.bind(own, [array, here])[0])
+    if mode == lax.GatherScatterMode.FILL_OR_DROP and jnp.issubdtype(out.dtype, jnp.floating):
+        batch = [d for d in range(out.ndim) if d not in numbers.offset_dims]
+        missing = lax.broadcast_in_dim(missing, out.shape, batch)
+        fill = eqn.params["fill_value"]
+        out = jnp.where(missing, jnp.asarray(jnp.nan if fill is None else fill, out.dtype), out)
+    return [Value(type_of(eqn.outvars[0]).shape, out)]
+
+
+def cut_out(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+    """A slice that begins at a computed place."""
+    (value, *starts), (at, *_) = operands, places
+    shape = type_of(eqn.outvars[0]).shape
+    if at is None or value.shape[at.dim] == shape[at.dim] or not at.is_plain:
+        return None
+    indices, dim = [s.array(v, None, eqn) for v in starts], at.dim
+    first = jnp.clip(indices[dim], 0, value.shape[dim] - shape[dim])
+    rows = _tokens(s, eqn, value, at, first + jnp.arange(shape[dim], dtype=first.dtype))
+    indices[dim] = jnp.zeros_like(indices[dim])
+    return [Value(shape, lax.dynamic_slice(rows, indices, eqn.params["slice_sizes"]))]
+
+
+def scattered(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+    """Tokens added to what is whole, or single elements put into blocks of tokens."""
+    value, index, updates = operands
+    at, numbers = places[0], eqn.params["dimension_numbers"]
+    if at is not None and places[1:] == [None, None] and at.is_plain:
+        if at.dim not in numbers.scatter_dims_to_operand_dims:
+            return None
+        if at.dim not in numbers.inserted_window_dims or "FILL" not in str(eqn.params["mode"]):
+            return None
+        array, indices = s.array(value, at, eqn), s.array(index, None, eqn)
+        column = numbers.scatter_dims_to_operand_dims.index(at.dim)
+        is_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
+        first = (s.axis.index * s.axis.block(value.shape[at.dim])).astype(indices.dtype)
+        here = jnp.where(is_column, indices - first, indices)
+        more = s.array(updates, None, eqn)
+        return [Value(value.shape, _compat.bind(eqn, [array, here, more])[0], at)]
+    if at is not None or eqn.primitive.name not in ("scatter_add", "scatter-add"):
+        return None
+    rows = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
+    if (place := places[1]) is None:
+        if (moved := places[2]) is None or moved.dim not in rows:
+            return None
+        place = dataclasses.replace(moved, dim=rows.index(moved.dim), home=None)
+    if place.dim in numbers.scatter_indices_batching_dims:
+        return None
+    moved = dataclasses.replace(place, dim=rows[place.dim], home=None)
+    more = s.array(updates, moved, eqn)
+    more = s.axis.counting(more, moved, updates.shape, 0)
+    whole = s.array(value, None, eqn)
+    indices = s.array(index, place, eqn)
+    sums = _compat.bind(eqn, [jnp.zeros_like(whole), indices, more])[0]
+    with s.sending(SUMS, eqn, nbytes(eqn.outvars)):
+        return [Value(value.shape, whole + s.axis.summed(sums))]
+
+
+MIXING: dict[str, Rule] = {
+    **dict.fromkeys(FILLS, reduced),
+    **dict.fromkeys(JOINS, accumulated),
+    **dict.fromkeys(SCATTERS, scattered),
+    **{name: pooled for name in FILLS if "window" in name},
+    "slice": sliced,
+    "split": taken_apart,
+    "pad": padded,
+    "concatenate": joined,
+    "rev": reversed_,
+    "conv_general_dilated": convolved,
+    "gather": picked,
+    "dynamic_slice": cut_out,
+}
