@@ -162,7 +162,7 @@ def test_an_axis_that_nothing_is_sharded_over_is_refused():
 
     remedy = (
         r"mesh axes {'tensor': 2}.*Each of 2 replicas would compute the same batch.*"
-        r"axis=\('data', 'tensor'\), or pass a mesh without"
+        r"axis=\('data', 'tensor'\), have one split seq.*='tensor', or pass a mesh without"
     )
     uses = step, step.lower, step.trace, zerojax.eval_step(scanned)
     for use in (*uses, zerojax.train_step(jax.jit(tensor))):

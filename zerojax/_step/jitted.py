@@ -343,7 +343,8 @@ def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bo
     raise ValueError(
         f"nothing is sharded over the mesh axes {named}: no leaf of the state and no part of the "
         f"batch, and the loss does not name them. Each of {count} replicas would compute the same "
-        f"batch. Shard over all axes, axis={wanted!r}, or pass a mesh without {tuple(named)}."
+        f"batch. Shard over all axes, axis={wanted!r}, have one split sequences, "
+        f"sequence={[*named][-1]!r}, or pass a mesh without {tuple(named)}."
     )
 
 

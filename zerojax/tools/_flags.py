@@ -101,11 +101,7 @@ _set = {"type": setting, "action": "append", "dest": "settings", "metavar": "NAM
 _codes = "int8 or float8_e4m3fn"
 OF_STEPS = _of_options() | {
     "--gpus": {"help": "such as 64xH100 (default %(default)s)", "default": "8xH100"},
-    "--rows": {
-        "help": "of a preset: sequences per GPU, or per --sequence GPUs",
-        "default": 4,
-        **_whole,
-    },
+    "--rows": {"help": "of a preset: per GPU, or per --sequence GPUs", "default": 4, **_whole},
     "--per-host": {"help": "GPUs of a host", "type": int, "default": aot.PER_HOST},
     "--network": {"help": "GB/s of one GPU's network card: 12.5", **_rate},
     "--host-link": {"help": "GB/s of a GPU to its host's memory, one direction: 25", **_rate},
