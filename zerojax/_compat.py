@@ -8,22 +8,18 @@ message on a JAX whose internals have moved again.
 import functools
 import inspect
 import itertools
-import math
-import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.core import AbstractValue, Tracer
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import backend, core as jex_core
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.random import threefry2x32_p
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
@@ -152,13 +148,6 @@ def lines_of(eqn: JaxprEqn) -> Iterator[str]:
     yield from (f"{at.file_name}:{at.line_num}" for at in (traceback.frames if traceback else ()))
 
 
-def line_of(eqn: JaxprEqn) -> str:
-    """Returns the innermost line of an equation that is of no library, 'file.py:12', or ''."""
-    libraries = ("site-packages", f"{os.sep}zerojax{os.sep}")
-    lines = (line for line in lines_of(eqn) if not any(part in line for part in libraries))
-    return next(lines, "")
-
-
 def make_jaxpr(
     eqns: Sequence[JaxprEqn], invars: Sequence[Var], outvars: Sequence[Var | Literal]
 ) -> Jaxpr:
@@ -187,10 +176,10 @@ def with_inner_jaxpr(eqn: JaxprEqn, jaxpr: Jaxpr, added: Sequence[Var]) -> Jaxpr
     return eqn.replace(params={**eqn.params, "jaxpr": jaxpr})
 
 
-Closed = tuple[Jaxpr, Sequence[ArrayLike]]  # an open jaxpr, and its constants
+OpenJaxpr = tuple[Jaxpr, Sequence[ArrayLike]]  # an open jaxpr, and its constants
 
 
-def derivatives(eqn: JaxprEqn) -> list[Closed]:
+def derivatives(eqn: JaxprEqn) -> list[OpenJaxpr]:
     """Returns the jaxprs of the derivative that a user wrote for an equation, with constants."""
     if thunk := eqn.params.get("jvp_jaxpr_fun"):
         jaxpr, consts, *_ = thunk.call_wrapped(*_no_zeros(eqn))
@@ -203,13 +192,9 @@ def derivatives(eqn: JaxprEqn) -> list[Closed]:
 
 def vjp_rules(
     eqn: JaxprEqn,
-) -> tuple[Closed, list[int | None], Closed, list[bool]]:
-    """Returns the jaxpr that returns what backward needs and then the results, and that of
-    backward.
-
-    After the first comes, for each thing that backward needs, which operand that is, if it is one;
-    after the second, whether an operand has a gradient.
-    """
+) -> tuple[OpenJaxpr, list[int | None], OpenJaxpr, list[bool]]:
+    """Returns the jaxpr of forward, whose results follow what backward needs; for each of that,
+    which operand it is, if any; the jaxpr of backward; and whether each operand has a gradient."""
     jaxpr, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*_no_zeros(eqn))
     _, residuals, places = eqn.params["out_trees"]()
     kept = residuals.num_leaves - sum(place is not None for place in places)
@@ -230,29 +215,6 @@ def _no_zeros(eqn: JaxprEqn) -> list[bool]:
 
 def run_jaxpr(jaxpr: Jaxpr, args: Sequence[ArrayLike]) -> list[Array]:
     return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(jaxpr, ()))(*args)
-
-
-def named_jit(function: Callable[..., PyTree], name: str) -> Callable[..., PyTree]:
-    """Returns a jitted function of this name."""
-    function.__name__ = function.__qualname__ = name
-    return jax.jit(function)
-
-
-def random_bits(key: Array, eqn: JaxprEqn, numbers: Callable[[Sequence[int]], Array]) -> Any:
-    """Returns, of the bits that `eqn` draws by a key, those of the elements of these numbers.
-
-    None where JAX's generator does not draw each element apart from the others.
-    """
-    shape, width = eqn.params["shape"], eqn.params["bit_width"]
-    is_threefry = str(jax.random.key_impl(key)) == "threefry2x32"
-    if not (jax.config.jax_threefry_partitionable and is_threefry) or key.shape:  # type: ignore
-        return None
-    if width == 64 or math.prod(shape) >= 2**32:
-        return None
-    low = numbers(shape)
-    words = jax.random.key_data(key)
-    pairs = threefry2x32_p.bind(*(jnp.full(low.shape, word) for word in words), low * 0, low)
-    return (pairs[0] ^ pairs[1]).astype(f"uint{width}")
 
 
 def bind(eqn: JaxprEqn, values: Sequence[ArrayLike]) -> list[Array]:

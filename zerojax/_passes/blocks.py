@@ -14,19 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import JaxprEqn
 from jax.typing import ArrayLike
 
-from zerojax._jaxprs import ELEMENTWISE, primitives, type_of
 from zerojax._types import Shape, wide
-
-EACH = ELEMENTWISE | primitives("""
-bessel_i0e bessel_i1e clz complex igamma igamma_grad_a igammac name one_minus_square
-polygamma random_gamma_grad regularized_incomplete_beta reshard threefry2x32 zeta
-""")
-# Of collectives, those that leave elements at their places.
-IN_PLACE = primitives("psum psum_invariant pmax pmin ppermute pvary pcast")
-SCATTERS = primitives("scatter scatter_add scatter-add scatter_mul scatter_min scatter_max")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,109 +232,3 @@ def _opened(value: Array, at: Blocks, change: Callable[[Array, int], Array]) -> 
     before, after = value.shape[: at.dim], value.shape[at.dim + 1 :]
     value = value.reshape(*before, at.outer, at.length(value.shape), at.inner, *after)
     return change(value, at.dim + 1).reshape(*before, -1, *after)
-
-
-# -- dimensions along which an operation treats elements alike
-
-
-def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:
-    """Returns, for each operand, which of its dimensions become which of the results', with each
-    element along them on its own. None of an unknown operation do."""
-    shapes = [type_of(v).shape for v in eqn.invars]
-    out = type_of(eqn.outvars[0]).shape if eqn.outvars else ()
-    name, params = eqn.primitive.name, eqn.params
-    ranks = list(map(len, shapes))
-
-    def but(*dims: int) -> list[dict[int, int]]:
-        return [{d: d for d in range(rank) if d not in dims} for rank in ranks]
-
-    if name in EACH:  # dimensions of length 1 are repeated
-        return [{d: d for d, n in enumerate(shape) if n == out[d]} for shape in shapes]
-    if name.startswith("cum"):
-        return but(params["axis"])
-    if name.startswith(("reduce_", "arg")) and "axes" in params and name != "reduce_precision":
-        kept = [d for d in range(ranks[0]) if d not in params["axes"]]
-        return [{d: i for i, d in enumerate(kept)} for _ in shapes]
-    if name in DIMS:
-        dims = params[DIMS[name]]
-        return but(*((dims,) if isinstance(dims, int) else dims))
-    if name in ("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"):
-        return but(ranks[0] - 1, ranks[0] - 2)
-    maps: list[dict[int, int]] = [{} for _ in shapes]
-    match name:
-        case "broadcast_in_dim":
-            pairs = enumerate(params["broadcast_dimensions"])
-            maps[0] = {i: d for i, d in pairs if shapes[0][i] == out[d]}
-        case "transpose":
-            maps[0] = {d: i for i, d in enumerate(params["permutation"])}
-        case "squeeze":
-            kept = [d for d in range(ranks[0]) if d not in params["dimensions"]]
-            maps[0] = {d: i for i, d in enumerate(kept)}
-        case "top_k":
-            return but(params.get("axis", ranks[0] - 1) % ranks[0])
-        case "fft":
-            return but(*range(ranks[0] - len(params["fft_lengths"]), ranks[0]))
-        case "slice" | "dynamic_slice":
-            maps[0] = {d: d for d, n in enumerate(shapes[0]) if n == out[d]}
-        case "stack":
-            return [{d: d + (d >= params["axis"]) for d in range(rank)} for rank in ranks]
-        case "tile":
-            maps[0] = {d: d for d, times in enumerate(params["reps"]) if times == 1}
-        case "pad":
-            same = enumerate(params["padding_config"])
-            maps[0] = {d: d for d, config in same if config == (0, 0, 0)}
-        case "dynamic_update_slice":
-            pairs = enumerate(zip(shapes[0], shapes[1], strict=True))
-            maps[0] = maps[1] = {d: d for d, (old, new) in pairs if old == new}
-        case "dot_general":
-            (cx, cy), (bx, by) = params["dimension_numbers"]
-            free = [d for d in range(ranks[0]) if d not in (*cx, *bx)]
-            maps[0] = {d: i for i, d in enumerate([*bx, *free])}
-            others = [d for d in range(ranks[1]) if d not in (*cy, *by)]
-            maps[1] = {d: i for i, d in enumerate(by)}
-            maps[1] |= {d: ranks[0] - len(cx) + i for i, d in enumerate(others)}
-        case "conv_general_dilated" if params["batch_group_count"] == 1:
-            lhs, _, spec = params["dimension_numbers"]
-            maps[0] = {lhs[0]: spec[0]}
-        case "gather":
-            maps = _of_gather(params["dimension_numbers"], params["slice_sizes"], shapes[0], out)
-        case _ if name in SCATTERS:
-            maps = _of_scatter(params["dimension_numbers"], shapes)
-        case _:
-            pass
-    return maps
-
-
-# The parameter that names the dimensions which an operation mixes.
-DIMS = {"sort": "dimension", "rev": "dimensions", "split": "axis", "concatenate": "dimension"}
-
-
-def _of_gather(
-    numbers: lax.GatherDimensionNumbers, sizes: Sequence[int], shape: Shape, out: Shape
-) -> list[dict[int, int]]:
-    batch = [d for d in range(len(out)) if d not in numbers.offset_dims]
-    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    operand = {d: batch[i] for d, i in pairs}
-    apart = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    window = [d for d in range(len(shape)) if d not in apart]
-    pairs = zip(window, numbers.offset_dims, strict=True)
-    operand |= {d: o for d, o in pairs if sizes[d] == shape[d]}
-    return [operand, dict(enumerate(batch))]
-
-
-def _of_scatter(
-    numbers: lax.ScatterDimensionNumbers, shapes: Sequence[Shape]
-) -> list[dict[int, int]]:
-    apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    window = [d for d in range(len(shapes[0])) if d not in apart]
-    pairs = list(zip(window, numbers.update_window_dims, strict=True))
-    updates = {w: d for d, w in pairs if shapes[0][d] == shapes[2][w]}
-    operand = {d: d for d in updates.values()}
-    rows = [d for d in range(len(shapes[2])) if d not in numbers.update_window_dims]
-    batching = zip(
-        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
-    )
-    indices: dict[int, int] = {}
-    for dim, index in batching:
-        operand[dim] = indices[index] = updates[rows[index]] = dim
-    return [operand, indices, updates]

@@ -1,4 +1,4 @@
-"""Calls, loops and users' derivatives in a loss whose sequences are split: see `splitter.py`."""
+"""Calls, loops and users' derivatives in a loss whose sequences are split."""
 
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
@@ -6,19 +6,20 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxprs import is_var, type_of
+from zerojax._jaxprs import Atom, is_var, type_of
+from zerojax._passes.block_runner import CARRIES, TOTALS, BlockRunner, Tracked
 from zerojax._passes.blocks import Blocks
-from zerojax._passes.splitter import CARRIES, SUMS, Splitter, Value
 from zerojax._types import Shape
 
 
@@ -37,22 +38,25 @@ def scoped(eqn: JaxprEqn) -> Generator[None]:
         yield
 
 
-def call(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-    jaxpr, consts = _compat.inner_jaxpr(eqn)
+def call(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
+    name = str(eqn.params.get("name"))
+
+    def named(code: Callable[..., Any]) -> Callable[..., Any]:
+        code.__name__ = name
+        return jax.jit(code)
+
     with scoped(eqn):
-        if str(eqn.params.get("name")).startswith("zerojax_"):  # other passes look for it
-            return traced(
-                s, lambda code: _compat.named_jit(code, eqn.params["name"]), eqn, operands
-            )
-        return s.run(jaxpr, consts, operands, eqn)
+        if name.startswith("zerojax_"):  # other passes look for it
+            return traced(s, named, eqn, operands)
+        return s.run(*_compat.inner_jaxpr(eqn), operands, eqn)
 
 
 def traced(
-    s: Splitter,
+    s: BlockRunner,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
     eqn: JaxprEqn,
-    operands: list[Value],
-) -> list[Value]:
+    operands: list[Tracked],
+) -> list[Tracked]:
     """Runs the jaxpr of an equation as a function that `wrap` has JAX trace apart."""
     jaxpr, consts = _compat.inner_jaxpr(eqn)
     places: list[tuple[Shape, Blocks | None]] = []
@@ -68,29 +72,29 @@ def traced(
         return [v.array for v in outs]
 
     arrays = wrap(code)(*(v.array for v in operands if v.eqn is None))
-    return [Value(shape, x, at) for (shape, at), x in zip(places, arrays, strict=True)]
+    return [Tracked(shape, x, at) for (shape, at), x in zip(places, arrays, strict=True)]
 
 
-def remat(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+def remat(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
     options = {"policy": eqn.params["policy"], "prevent_cse": eqn.params["prevent_cse"]}
     with scoped(eqn):
         return traced(s, lambda code: jax.checkpoint(code, **options), eqn, operands)
 
 
-def scan(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+def scan(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
     consts, count = _compat.scan_counts(eqn.params)
     xs = [s.settled(v, eqn) for v in operands[consts + count :]]
     if any(x.at and x.at.dim == 0 for x in xs):
         return scan_of_tokens(s, eqn, operands[: consts + count], xs)
     carry, length = operands[consts : consts + count], eqn.params["length"]
 
-    def loop(places: list[Blocks | None]) -> list[Value]:
+    def loop(places: list[Blocks | None]) -> list[Tracked]:
         below = [v.at and v.at.moved({d: d - 1 for d in range(len(v.shape))}) for v in xs]
         rows: list[tuple[Shape, Blocks | None]] = []
 
         def body(state: list[Array], row: list[Array]) -> tuple[list[Array], list[Array]]:
             inputs = [*operands[:consts], *_like(carry, state, places)]
-            inputs += [Value(v.shape[1:], x, at) for v, x, at in zip(xs, row, below, strict=True)]
+            inputs += [Tracked(v.shape[1:], x, at) for v, x, at in zip(xs, row, below, strict=True)]
             with s.scope(length):
                 outs = s.run(*_compat.inner_jaxpr(eqn), inputs, eqn)
                 state = returned(s, outs[:count], places, eqn)
@@ -102,7 +106,7 @@ def scan(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
         state, ys = lax.scan(body, first, [v.array for v in xs], **options)
         above = [
-            Value((length, *shape), y, at and at.moved({d: d + 1 for d in range(len(shape))}))
+            Tracked((length, *shape), y, at and at.moved({d: d + 1 for d in range(len(shape))}))
             for (shape, at), y in zip(rows, ys, strict=True)
         ]
         return [*_like(carry, state, places), *above]
@@ -111,12 +115,12 @@ def scan(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         return until_stable(s, loop, carry)
 
 
-def while_loop(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+def while_loop(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
     params = eqn.params
     tests, consts = params["cond_nconsts"], params["body_nconsts"]
     carry = operands[tests + consts :]
 
-    def loop(places: list[Blocks | None]) -> list[Value]:
+    def loop(places: list[Blocks | None]) -> list[Tracked]:
         def test(state: list[Array]) -> Array:
             inputs = [*operands[:tests], *_like(carry, state, places)]
             with s.scope():
@@ -137,8 +141,8 @@ def while_loop(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
 
 
 def until_stable(
-    s: Splitter, loop: Callable[[list[Blocks | None]], list[Value]], carry: Sequence[Value]
-) -> list[Value]:
+    s: BlockRunner, loop: Callable[[list[Blocks | None]], list[Tracked]], carry: Sequence[Tracked]
+) -> list[Tracked]:
     """Returns what a loop does that returns its carry in the blocks in which it takes it."""
     places = [v.at for v in carry]
     while True:
@@ -149,7 +153,7 @@ def until_stable(
 
 
 def returned(
-    s: Splitter, outs: Sequence[Value], places: list[Blocks | None], eqn: JaxprEqn
+    s: BlockRunner, outs: Sequence[Tracked], places: list[Blocks | None], eqn: JaxprEqn
 ) -> list[Array]:
     """Returns a carry in these blocks; raises if it should have begun in others."""
     naturals = map(s.natural, outs)
@@ -159,7 +163,7 @@ def returned(
     return [s.array(v, at, eqn) for v, at in zip(outs, places, strict=True)]
 
 
-def cond(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+def cond(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
     index, *inputs = operands
     branches = [_compat.opened(branch) for branch in eqn.params["branches"]]
     places: list[Blocks | None] = []
@@ -180,13 +184,13 @@ def cond(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         codes = [functools.partial(branch, *each, False) for each in branches]
         arrays = lax.switch(s.array(index, None, eqn), codes)
     shapes = [type_of(v).shape for v in eqn.outvars]
-    return [Value(*each) for each in zip(shapes, arrays, places, strict=True)]
+    return [Tracked(*each) for each in zip(shapes, arrays, places, strict=True)]
 
 
-def custom_jvp(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+def custom_jvp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
     jaxpr, consts = _compat.inner_jaxpr(eqn)
     inputs = [s.settled(v, eqn) for v in operands]
-    outputs: list[Value] = []
+    outputs: list[Tracked] = []
 
     @jax.custom_jvp
     def code(*arrays: Array) -> list[Array]:
@@ -209,7 +213,7 @@ def custom_jvp(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
         return _refilled(outputs, code(*(v.array for v in inputs)))
 
 
-def custom_vjp(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+def custom_vjp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
     """Runs the rules of a user's own derivative on blocks.
 
     Gradients of what is whole are sums over the devices. So a rule takes the sum of those of a
@@ -217,7 +221,7 @@ def custom_vjp(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
     """
     jaxpr, consts = _compat.inner_jaxpr(eqn)
     inputs = [s.settled(v, eqn) for v in operands]
-    outputs, kept = list[Value](), list[Value]()
+    outputs, kept = list[Tracked](), list[Tracked]()
 
     @jax.custom_vjp
     def code(*arrays: Array) -> list[Array]:
@@ -246,7 +250,7 @@ def custom_vjp(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
             values = [*_refilled(kept, residuals), *_refilled(outputs, whole)]
             grads_of = iter(s.run(rule, consts, values))
 
-            def grad(like: Value) -> Array:
+            def grad(like: Tracked) -> Array:
                 array = s.array(next(grads_of), like.at, eqn)
                 is_shared = like.at is None and array.dtype != jax.dtypes.float0
                 return array / s.axis.size if is_shared else array
@@ -262,8 +266,8 @@ def custom_vjp(s: Splitter, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
 
 
 def scan_of_tokens(
-    s: Splitter, eqn: JaxprEqn, others: Sequence[Value], rows: Sequence[Value]
-) -> list[Value]:
+    s: BlockRunner, eqn: JaxprEqn, others: Sequence[Tracked], rows: Sequence[Tracked]
+) -> list[Tracked]:
     """Runs a scan whose steps are in blocks.
 
     If all that it carries is sums, each device runs its block, and the sums are added up.
@@ -271,7 +275,7 @@ def scan_of_tokens(
     """
     consts, carried = _compat.scan_counts(eqn.params)
     length, reverse = eqn.params["length"], eqn.params["reverse"]
-    fixed = [Value(v.shape, s.array(v, None, eqn)) for v in others[:consts]]
+    fixed = [Tracked(v.shape, s.array(v, None, eqn)) for v in others[:consts]]
     first = [jnp.asarray(s.array(v, None, eqn)) for v in others[consts:]]
     steps = [s.array(v, Blocks(0), eqn) for v in rows]
     block, index = s.axis.block(length), s.axis.index
@@ -281,7 +285,7 @@ def scan_of_tokens(
     def body(state: list[Array], step: tuple[list[Array], Array]) -> Any:
         row, counts = step
         inputs = [*fixed, *_like(others[consts:], state)]
-        inputs += [Value(v.shape[1:], x) for v, x in zip(rows, row, strict=True)]
+        inputs += [Tracked(v.shape[1:], x) for v, x in zip(rows, row, strict=True)]
         with s.scope(block):
             outs = [s.array(v, None, eqn) for v in s.run(jaxpr, inner, inputs, eqn)]
         new = outs[:carried]
@@ -294,21 +298,22 @@ def scan_of_tokens(
         return lax.scan(body, state, (steps, counts), **options)
 
     with scoped(eqn):
-        if _adds_up(jaxpr, consts, carried):
+        pairs = zip(jaxpr.invars[consts : consts + carried], jaxpr.outvars, strict=False)
+        if all(_adds_up(jaxpr, *pair) for pair in pairs):
             sums, ys = block_of(list(map(jnp.zeros_like, first)))
-            with s.sending(SUMS, eqn, sum(map(_nbytes, sums))):
+            with s.sending(TOTALS, eqn, sum(map(_nbytes, sums))):
                 state = [a + s.axis.summed(b) for a, b in zip(first, sums, strict=True)]
         else:
             turns = s.axis.size - 1
             with s.sending(CARRIES, eqn, turns * sum(map(_nbytes, first))):
                 state, ys = in_turn(s, block_of, first, reverse)
     shapes = [type_of(v).shape for v in eqn.outvars[carried:]]
-    above = [Value(shape, y, Blocks(0)) for shape, y in zip(shapes, ys, strict=True)]
+    above = [Tracked(shape, y, Blocks(0)) for shape, y in zip(shapes, ys, strict=True)]
     return [*_like(others[consts:], state), *above]
 
 
 def in_turn(
-    s: Splitter, code: Callable[[Any], tuple[Any, Any]], first: list[Array], reverse: bool
+    s: BlockRunner, code: Callable[[Any], tuple[Any, Any]], first: list[Array], reverse: bool
 ) -> tuple[list[Array], list[Array]]:
     """Returns what a device after the other computes, each from what the one before returns."""
     size, name = s.axis.size, s.axis.name
@@ -327,13 +332,15 @@ def in_turn(
 
 
 def _like(
-    values: Sequence[Value], arrays: Sequence[Array], places: Sequence[Blocks | None] | None = None
-) -> list[Value]:
+    values: Sequence[Tracked],
+    arrays: Sequence[Array],
+    places: Sequence[Blocks | None] | None = None,
+) -> list[Tracked]:
     places = [None] * len(values) if places is None else places
-    return [Value(v.shape, x, at) for v, x, at in zip(values, arrays, places, strict=True)]
+    return [Tracked(v.shape, x, at) for v, x, at in zip(values, arrays, places, strict=True)]
 
 
-def _refilled(values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+def _refilled(values: Sequence[Tracked], arrays: Sequence[Any]) -> list[Tracked]:
     return [dataclasses.replace(v, array=x) for v, x in zip(values, arrays, strict=True)]
 
 
@@ -341,22 +348,28 @@ def _nbytes(array: Array) -> int:
     return array.size * array.dtype.itemsize
 
 
-def _adds_up(jaxpr: Jaxpr, consts: int, carried: int) -> bool:
-    """Whether each step of a scan adds something to what it carries, and reads nothing of it."""
-    inputs, outputs = jaxpr.invars[consts : consts + carried], jaxpr.outvars
-    readers = [v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v)] + list(outputs)
-    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    for var, out in zip(inputs, outputs[:carried], strict=True):
-        maker = makers.get(out) if is_var(out) else None
-        is_sum = maker is not None and maker.primitive.name in ("add", "add_any")
-        if out is not var and not (is_sum and maker and var in maker.invars):
-            return False
-        if any(readers.count(v) != 1 for v in {var, out}):
-            return False
-    return True
+def _adds_up(jaxpr: Jaxpr, var: Var, out: Atom) -> bool:
+    """Whether the code adds something to an input, for this output, and reads neither else."""
+    readers = [*itertools.chain(*(eqn.invars for eqn in jaxpr.eqns)), *jaxpr.outvars]
+    if any(sum(v is atom for v in readers) != 1 for atom in {var, out}):
+        return False
+    if out is var:
+        return True
+    reader = next((eqn for eqn in jaxpr.eqns if var in eqn.invars), None)
+    if reader is not None and reader.primitive.name == "convert_element_type":
+        is_same = type_of(reader.outvars[0]).dtype == type_of(var).dtype  # of a weak type
+        return is_same and _adds_up(jaxpr, reader.outvars[0], out)
+    eqn = next((eqn for eqn in jaxpr.eqns if out in eqn.outvars), None)
+    if eqn is None or not is_var(out) or not any(v is var for v in eqn.invars):
+        return False
+    if eqn.primitive.name in _compat.CALLS | _compat.REMAT:
+        inner, _ = _compat.inner_jaxpr(eqn)
+        place = next(k for k, v in enumerate(eqn.invars) if v is var)
+        return _adds_up(inner, inner.invars[place], inner.outvars[eqn.outvars.index(out)])
+    return eqn.primitive.name in ("add", "add_any")
 
 
-CONTROL: dict[str, Callable[..., list[Value]]] = {
+CONTROL: dict[str, Callable[..., list[Tracked]]] = {
     **dict.fromkeys(_compat.CALLS, call),
     **dict.fromkeys(_compat.REMAT, remat),
     "scan": scan,

@@ -7,26 +7,27 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
 from zerojax import _compat
 from zerojax._jaxprs import nbytes, type_of
-from zerojax._passes.blocks import Blocks, parallel
-from zerojax._passes.control import CONTROL
-from zerojax._passes.splitter import (
+from zerojax._passes.block_runner import (
     HEADS,
     KEYS,
     OTHERS,
-    SUMS,
-    Places,
-    Splitter,
-    Value,
+    TOTALS,
+    BlockRunner,
+    Layouts,
+    Outcome,
+    Tracked,
 )
+from zerojax._passes.blocks import Blocks
+from zerojax._passes.control import CONTROL
+from zerojax._passes.parallel import parallel
 
 
-def multiplied(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+def multiplied(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
     """A matmul. Its batch dimensions and free ones stay as they are; over tokens, it sums.
 
     Where tokens meet tokens, as queries and keys do, the side whose tokens something sums over next
@@ -59,10 +60,10 @@ def multiplied(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places
         ]
         # A weight that mixes tokens returns tokens, along a dimension of its own.
         mixed = [] if other else [d for d in maps[1 - k].values() if shape[d] >= s.axis.size]
-        with s.sending(OTHERS if mixed else SUMS, eqn, nbytes(eqn.outvars)):
+        with s.sending(OTHERS if mixed else TOTALS, eqn, nbytes(eqn.outvars)):
             out = s.axis.summed(_compat.bind(eqn, arrays)[0])
         at = Blocks(mixed[0]) if mixed else None
-        return [Value(shape, s.axis.cut(out, at) if at else out, at)]
+        return [Tracked(shape, s.axis.cut(out, at) if at else out, at)]
     if None in places:
         return None
     moved = [at and at.moved(dims) for at, dims in zip(places, maps, strict=True)]
@@ -77,20 +78,20 @@ def _both(result: Blocks, maps: Sequence[dict[int, int]]) -> list[Blocks | None]
     return [result.back(dims) for dims in maps]
 
 
-def _at_home(s: Splitter, eqn: JaxprEqn, value: Value) -> Value:
+def _at_home(s: BlockRunner, eqn: JaxprEqn, value: Tracked) -> Tracked:
     """Returns a value in blocks of tokens, if it was in blocks of heads."""
     if value.at is None or value.at.home is None:
         return value
     home = value.at.home
-    return Value(value.shape, s.array(value, home, eqn, HEADS), home)
+    return Tracked(value.shape, s.array(value, home, eqn, HEADS), home)
 
 
 def _heads(
-    s: Splitter,
-    operands: Sequence[Value],
-    places: Places,
+    s: BlockRunner,
+    operands: Sequence[Tracked],
+    places: Layouts,
     batch: Sequence[int],
-    moved: Places,
+    moved: Layouts,
     keys: int,
 ) -> Blocks | None:
     """Returns blocks of heads for the result of queries and keys, if to exchange sends less.
@@ -106,13 +107,13 @@ def _heads(
     return Blocks(even[-1], home=moved[1 - keys])
 
 
-def _summed_next(s: Splitter, eqn: JaxprEqn, dims: Sequence[int]) -> int:
+def _summed_next(s: BlockRunner, eqn: JaxprEqn, dims: Sequence[int]) -> int:
     """Returns which of two dimensions of a result something sums over first."""
     steps = [_steps_to_sum(s, eqn.outvars[0], dim) for dim in dims]
     return min(range(len(dims)), key=lambda k: (steps[k], -k))
 
 
-def _steps_to_sum(s: Splitter, var: Var, dim: int) -> float:
+def _steps_to_sum(s: BlockRunner, var: Var, dim: int) -> float:
     """Counts the operations from a value to one that sums over a dimension of it."""
     ahead = deque([(0, var, dim, tuple(s.callers))])
     seen = set[tuple[Var, int]]()
@@ -142,7 +143,9 @@ def _steps_to_sum(s: Splitter, var: Var, dim: int) -> float:
     return math.inf
 
 
-def fused_attention(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+def fused_attention(
+    s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts
+) -> Outcome:
     """cuDNN's attention, forward or backward: on all tokens of this device's share of the heads."""
     tokens = _compat.sequence_dim(eqn)
     heads, size = 3 - tokens, s.axis.size
@@ -164,6 +167,6 @@ def fused_attention(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: P
     )
     home = Blocks(tokens)
     return [
-        Value(v.shape, s.array(v, home, eqn, HEADS), home) if v.at == Blocks(heads) else v
+        Tracked(v.shape, s.array(v, home, eqn, HEADS), home) if v.at == Blocks(heads) else v
         for v in outs
     ]

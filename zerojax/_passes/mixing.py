@@ -17,22 +17,24 @@ from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
 from zerojax._jaxprs import nbytes, type_of
-from zerojax._passes.blocks import SCATTERS, Axis, Blocks
-from zerojax._passes.splitter import (
+from zerojax._passes.block_runner import (
     HALO,
     OTHERS,
-    SUMS,
-    TOKENS,
-    Places,
-    Rule,
-    Splitter,
-    Value,
+    SINGLE,
+    TOTALS,
+    BlockRunner,
+    Layouts,
+    Outcome,
+    TokenRule,
+    Tracked,
 )
+from zerojax._passes.blocks import Axis, Blocks
+from zerojax._passes.parallel import SCATTERS
 
 # -- sums, and what is like one
 
 
-def reduced(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+def reduced(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
     name, axes = eqn.primitive.name, eqn.params.get("axes", ())
     (value, *_), (at, *_) = operands, places
     if at is None or at.dim not in axes or name not in FILLS:
@@ -41,7 +43,7 @@ def reduced(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -
         return None
     array = s.array(value, at, eqn)
     array = s.axis.counting(array, at, value.shape, fill_of(name, array.dtype))
-    with s.sending(SUMS, eqn, nbytes(eqn.outvars)):
+    with s.sending(TOTALS, eqn, nbytes(eqn.outvars)):
         match name:
             case "reduce_max" | "reduce_min":
                 out = s.axis.largest(array, axes, 1 if name == "reduce_max" else -1)
@@ -52,7 +54,7 @@ def reduced(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -
             case _:  # a product, or a logical one
                 parts = lax.all_gather(_compat.bind(eqn, [array])[0], s.axis.name)
                 out = _compat.bind(eqn.replace(params={**eqn.params, "axes": (0,)}), [parts])[0]
-    return [Value(type_of(eqn.outvars[0]).shape, out)]
+    return [Tracked(type_of(eqn.outvars[0]).shape, out)]
 
 
 FILLS = {
@@ -97,7 +99,7 @@ def _place_of_largest(
     return jnp.take_along_axis(all_index, device[None], 0)[0]
 
 
-def accumulated(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+def accumulated(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
     """A cumulative sum: of a block, and what all blocks before it add up to."""
     (value,), (at,), name = operands, places, eqn.primitive.name
     if at is None or at.dim != eqn.params["axis"] or not at.is_plain or name not in FILLS:
@@ -107,13 +109,13 @@ def accumulated(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Place
     array = _compat.bind(eqn, [s.axis.counting(array, at, value.shape, fill)])[0]
     edge = 0 if reverse else array.shape[dim] - 1
     total = lax.slice_in_dim(array, edge, edge + 1, axis=dim)
-    with s.sending(SUMS, eqn, s.axis.size * total.size * total.dtype.itemsize):
+    with s.sending(TOTALS, eqn, s.axis.size * total.size * total.dtype.itemsize):
         totals = lax.all_gather(total, s.axis.name)
     devices = lax.broadcasted_iota(jnp.int32, totals.shape, 0)
     is_before = devices > s.axis.index if reverse else devices < s.axis.index
     totals = jnp.where(is_before, totals, jnp.asarray(fill, totals.dtype))
     join, reduce = JOINS[name]
-    return [Value(value.shape, join(array, reduce(totals, axis=0).astype(array.dtype)), at)]
+    return [Tracked(value.shape, join(array, reduce(totals, axis=0).astype(array.dtype)), at)]
 
 
 JOINS: dict[str, tuple[Any, Any]] = {
@@ -128,9 +130,9 @@ JOINS: dict[str, tuple[Any, Any]] = {
 
 
 def windowed(
-    s: Splitter,
+    s: BlockRunner,
     eqn: JaxprEqn,
-    value: Value,
+    value: Tracked,
     at: Blocks,
     length: int,
     first: int,
@@ -149,7 +151,7 @@ def windowed(
         return s.axis.window(array, at.dim, size, first, step, read, fill)
 
 
-def sliced(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+def sliced(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
     (value,), (at,), params = operands, places, eqn.params
     shape = type_of(eqn.outvars[0]).shape
     if at is None or value.shape[at.dim] == shape[at.dim] or not at.is_plain:
@@ -164,41 +166,41 @@ def sliced(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) ->
     else:
         array, at = windowed(s, eqn, value, at, shape[dim], start, stride), Blocks(dim)
     starts[dim], limits[dim] = 0, array.shape[dim]
-    return [Value(shape, lax.slice(array, starts, limits, strides), at)]
+    return [Tracked(shape, lax.slice(array, starts, limits, strides), at)]
 
 
-def _tokens(s: Splitter, eqn: JaxprEqn, value: Value, at: Blocks, numbers: Array) -> Array:
+def _tokens(s: BlockRunner, eqn: JaxprEqn, value: Tracked, at: Blocks, numbers: Array) -> Array:
     """Returns a few tokens, whole: each comes from the device that has it."""
     here = numbers - s.axis.index * s.axis.block(value.shape[at.dim])
     # A negative index would count from the end.
     here = jnp.where(here < 0, value.shape[at.dim], here)
     array = s.array(value, at, eqn)
     rows = jnp.take(array, here, axis=at.dim, mode="fill", fill_value=0)
-    with s.sending(TOKENS, eqn, rows.size * rows.dtype.itemsize):
+    with s.sending(SINGLE, eqn, rows.size * rows.dtype.itemsize):
         return s.axis.summed(rows)
 
 
-def _unless_few(s: Splitter, eqn: JaxprEqn, value: Value) -> Value:
+def _unless_few(s: BlockRunner, eqn: JaxprEqn, value: Tracked) -> Tracked:
     """Returns a value in blocks, or whole if it has fewer tokens than there are devices."""
     if value.at is None or value.at.length(value.shape) >= s.axis.size:
         return value
-    return Value(value.shape, s.array(value, None, eqn, TOKENS))
+    return Tracked(value.shape, s.array(value, None, eqn, SINGLE))
 
 
-def taken_apart(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+def taken_apart(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
     (value,), (at,), first = operands, places, 0
     if at is None or at.dim != eqn.params["axis"] or not at.is_plain:
         return None
-    parts: list[Value] = []
+    parts: list[Tracked] = []
     for var in eqn.outvars:
         shape = type_of(var).shape
         array = windowed(s, eqn, value, at, shape[at.dim], first)
-        parts.append(_unless_few(s, eqn, Value(shape, array, Blocks(at.dim))))
+        parts.append(_unless_few(s, eqn, Tracked(shape, array, Blocks(at.dim))))
         first += shape[at.dim]
     return parts
 
 
-def padded(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+def padded(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
     (value, fill), (at, _), config = operands, places, list(eqn.params["padding_config"])
     if at is None or config[at.dim] == (0, 0, 0) or not at.is_plain:
         return None
@@ -214,10 +216,10 @@ def padded(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) ->
     else:
         array = windowed(s, eqn, value, at, shape[dim], -low, fill=fill.array)
         config[dim] = (0, 0, 0)
-    return [Value(shape, lax.pad(array, fill.array, config), Blocks(dim))]
+    return [Tracked(shape, lax.pad(array, fill.array, config), Blocks(dim))]
 
 
-def joined(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+def joined(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
     dim, shape = eqn.params["dimension"], type_of(eqn.outvars[0]).shape
     if all(at is None or at.dim != dim for at in places):
         return None
@@ -238,10 +240,10 @@ def joined(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) ->
             number = s.axis.index * block + lax.broadcasted_iota(jnp.int32, part.shape, dim)
             result = jnp.where(number >= offset, part, result)
         offset += length
-    return [Value(shape, result, at)]
+    return [Tracked(shape, result, at)]
 
 
-def reversed_(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+def reversed_(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
     (value,), (at,), size = operands, places, s.axis.size
     if at is None or at.dim not in eqn.params["dimensions"]:
         return None
@@ -250,10 +252,10 @@ def reversed_(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places)
     array = _compat.bind(eqn, [s.array(value, at, eqn)])[0]
     with s.sending(HALO, eqn, value.nbytes // size):
         pairs = [(device, size - 1 - device) for device in range(size)]
-        return [Value(value.shape, lax.ppermute(array, s.axis.name, pairs), at)]
+        return [Tracked(value.shape, lax.ppermute(array, s.axis.name, pairs), at)]
 
 
-def convolved(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+def convolved(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
     (value, kernel), (at, other), params = operands, places, dict(eqn.params)
     lhs, rhs, out = params["dimension_numbers"]
     if at is None or other is not None or at.dim not in lhs[2:] or not at.is_plain:
@@ -268,10 +270,10 @@ def convolved(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places)
     padding = [(0, 0) if k == i else pair for k, pair in enumerate(params["padding"])]
     eqn = eqn.replace(params={**params, "padding": tuple(padding)})
     out_array = _compat.bind(eqn, [array, s.array(kernel, None, eqn)])[0]
-    return [_unless_few(s, eqn, Value(shape, out_array, Blocks(dim)))]
+    return [_unless_few(s, eqn, Tracked(shape, out_array, Blocks(dim)))]
 
 
-def pooled(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+def pooled(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
     (value,), (at,), params = operands, places, dict(eqn.params)
     if at is None or params["base_dilation"][at.dim] != 1 or not at.is_plain:
         return None
@@ -282,13 +284,13 @@ def pooled(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) ->
     array = windowed(s, eqn, value, at, shape[dim], -low, stride, width, fill)
     padding = [(0, 0) if d == dim else pair for d, pair in enumerate(params["padding"])]
     eqn = eqn.replace(params={**params, "padding": tuple(padding)})
-    return [_unless_few(s, eqn, Value(shape, _compat.bind(eqn, [array])[0], Blocks(dim)))]
+    return [_unless_few(s, eqn, Tracked(shape, _compat.bind(eqn, [array])[0], Blocks(dim)))]
 
 
 # -- elements by their place
 
 
-def picked(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+def picked(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
     """Elements of tokens whose places are whole: each comes from the device that has it."""
     (value, index), (at, other) = operands, places
     numbers = eqn.params["dimension_numbers"]
@@ -308,17 +310,17 @@ def picked(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) ->
     here = jnp.where(is_column & (is_clip | ~outside), here, jnp.where(is_column, -1, indices))
     params = {"mode": lax.GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
     own = eqn.replace(params={**eqn.params, **params})
-    with s.sending(TOKENS, eqn, nbytes(eqn.outvars)):
+    with s.sending(SINGLE, eqn, nbytes(eqn.outvars)):
         out = s.axis.summed(_compat.bind(own, [array, here])[0])
     if mode == lax.GatherScatterMode.FILL_OR_DROP and jnp.issubdtype(out.dtype, jnp.floating):
         batch = [d for d in range(out.ndim) if d not in numbers.offset_dims]
         missing = lax.broadcast_in_dim(missing, out.shape, batch)
         fill = eqn.params["fill_value"]
         out = jnp.where(missing, jnp.asarray(jnp.nan if fill is None else fill, out.dtype), out)
-    return [Value(type_of(eqn.outvars[0]).shape, out)]
+    return [Tracked(type_of(eqn.outvars[0]).shape, out)]
 
 
-def cut_out(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+def cut_out(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
     """A slice that begins at a computed place."""
     (value, *starts), (at, *_) = operands, places
     shape = type_of(eqn.outvars[0]).shape
@@ -328,10 +330,10 @@ def cut_out(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -
     first = jnp.clip(indices[dim], 0, value.shape[dim] - shape[dim])
     rows = _tokens(s, eqn, value, at, first + jnp.arange(shape[dim], dtype=first.dtype))
     indices[dim] = jnp.zeros_like(indices[dim])
-    return [Value(shape, lax.dynamic_slice(rows, indices, eqn.params["slice_sizes"]))]
+    return [Tracked(shape, lax.dynamic_slice(rows, indices, eqn.params["slice_sizes"]))]
 
 
-def scattered(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places) -> Any:
+def scattered(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
     """Tokens added to what is whole, or single elements put into blocks of tokens."""
     value, index, updates = operands
     at, numbers = places[0], eqn.params["dimension_numbers"]
@@ -346,7 +348,7 @@ def scattered(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places)
         first = (s.axis.index * s.axis.block(value.shape[at.dim])).astype(indices.dtype)
         here = jnp.where(is_column, indices - first, indices)
         more = s.array(updates, None, eqn)
-        return [Value(value.shape, _compat.bind(eqn, [array, here, more])[0], at)]
+        return [Tracked(value.shape, _compat.bind(eqn, [array, here, more])[0], at)]
     if at is not None or eqn.primitive.name not in ("scatter_add", "scatter-add"):
         return None
     rows = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
@@ -362,11 +364,11 @@ def scattered(s: Splitter, eqn: JaxprEqn, operands: list[Value], places: Places)
     whole = s.array(value, None, eqn)
     indices = s.array(index, place, eqn)
     sums = _compat.bind(eqn, [jnp.zeros_like(whole), indices, more])[0]
-    with s.sending(SUMS, eqn, nbytes(eqn.outvars)):
-        return [Value(value.shape, whole + s.axis.summed(sums))]
+    with s.sending(TOTALS, eqn, nbytes(eqn.outvars)):
+        return [Tracked(value.shape, whole + s.axis.summed(sums))]
 
 
-MIXING: dict[str, Rule] = {
+MIXING: dict[str, TokenRule] = {
     **dict.fromkeys(FILLS, reduced),
     **dict.fromkeys(JOINS, accumulated),
     **dict.fromkeys(SCATTERS, scattered),

@@ -1,6 +1,6 @@
 """Splits the sequences of a loss over a mesh axis, whatever the model.
 
-The loss is one of whole sequences, and so are its numbers: `splitter.py` says how.
+The loss is one of whole sequences, and so are its numbers: `block_runner.py` says how.
 """
 
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -14,24 +14,24 @@ from jax import Array
 
 from zerojax import _compat
 from zerojax._jaxprs import type_of
+from zerojax._passes.block_runner import (
+    OTHERS,
+    BlockRunner,
+    Received,
+    TokenRule,
+    Tracked,
+)
 from zerojax._passes.blocks import Axis, Blocks
 from zerojax._passes.control import CONTROL
 from zerojax._passes.loss import Loss
 from zerojax._passes.matmuls import fused_attention, multiplied
 from zerojax._passes.mixing import MIXING
-from zerojax._passes.splitter import (
-    OTHERS,
-    Rule,
-    Sent,
-    Splitter,
-    Value,
-)
 from zerojax._table import human_bytes
 
-RULES: dict[str, Rule] = {**MIXING, "dot_general": multiplied}
+RULES: dict[str, TokenRule] = {**MIXING, "dot_general": multiplied}
 
 
-def rule_of(name: str) -> Rule | None:
+def rule_of(name: str) -> TokenRule | None:
     return fused_attention if name.startswith(_compat.FUSED_ATTENTION) else RULES.get(name)
 
 
@@ -48,7 +48,7 @@ def split_sequences(
     `dims` says which dimension of each argument is in blocks. The results are whole, but leaves of
     the aux that `may_stay` in blocks: `out_dims` says along which dimension they are.
     """
-    splitter = Splitter(Axis(axis, size), CONTROL, rule_of, most_gathered)
+    splitter = BlockRunner(Axis(axis, size), CONTROL, rule_of, most_gathered)
     params, out_dims = len(loss.params), list[int | None]()
     variables = loss.jaxpr.invars
     places: list[Blocks | None] = [None] * len(variables)
@@ -59,7 +59,7 @@ def split_sequences(
     types = [v.aval.update(shape=splitter.axis.local(shape, at)) for v, shape, at in pairs]
 
     def code(*arrays: Array) -> list[Array]:
-        values = [Value(*each) for each in zip(shapes, arrays, places, strict=True)]
+        values = [Tracked(*each) for each in zip(shapes, arrays, places, strict=True)]
         outs = splitter.run(loss.jaxpr, (), values)
         splitter.check(splitter.regions[0])
         out_dims.clear()
@@ -77,7 +77,7 @@ def split_sequences(
     return dataclasses.replace(result, out_dims=tuple(out_dims[1:])).noting(*notes)
 
 
-def _notes(axis: str, sent: Sequence[Sent]) -> list[str]:
+def _notes(axis: str, sent: Sequence[Received]) -> list[str]:
     """Says what is sent for tokens, most first, and by which operations if they have no rule."""
     totals = Counter[str]()
     for each in sent:

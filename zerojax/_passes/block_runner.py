@@ -21,11 +21,13 @@ import numpy as np
 from jax import Array, lax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.random import threefry2x32_p
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxprs import ELEMENTWISE, is_var, primitives, type_of
-from zerojax._passes.blocks import IN_PLACE, Axis, Blocks, parallel
+from zerojax._jaxprs import ELEMENTWISE, is_var, line_of, primitives, type_of
+from zerojax._passes.blocks import Axis, Blocks
+from zerojax._passes.parallel import IN_PLACE, parallel
 from zerojax._table import human_bytes
 from zerojax._types import Shape
 
@@ -37,12 +39,12 @@ WAITING = ELEMENTWISE - primitives("optimization_barrier sharding_constraint dev
 
 # What a loss sends for its tokens. OTHERS are operands that something needs whole.
 KEYS, HEADS, HALO = "keys and values", "tokens in exchange for heads", "tokens of neighbours"
-SUMS, TOKENS, CARRIES = "sums over tokens", "single tokens", "carries of scans over tokens"
+TOTALS, SINGLE, CARRIES = "sums over tokens", "single tokens", "carries of scans over tokens"
 OTHERS = "others"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Value:
+class Tracked:
     """A value of a loss of whole sequences, of this shape: an array, whole or in blocks.
 
     Or it waits: `eqn` computes it from the operands, of each block alone. So masks, positions and
@@ -53,7 +55,7 @@ class Value:
     array: Any = None
     at: Blocks | None = None
     eqn: JaxprEqn | None = None
-    operands: tuple["Value", ...] = ()
+    operands: tuple["Tracked", ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +66,7 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
+class Received:
     """What a loss sends for its tokens: bytes that each device receives in a forward pass."""
 
     what: str
@@ -73,38 +75,39 @@ class Sent:
     is_limited: bool = False
 
 
-Rule: TypeAlias = Callable[..., "list[Value] | None"]
-Places: TypeAlias = Sequence[Blocks | None]
+Outcome: TypeAlias = "list[Tracked] | None"
+TokenRule: TypeAlias = Callable[..., Outcome]
+Layouts: TypeAlias = Sequence[Blocks | None]
 
 
 class Region:
     """What a loop's body, a `jax.checkpoint` or all the rest computes of tokens, and sends."""
 
     def __init__(self, times: int = 1) -> None:
-        self.times, self.nbytes, self.sent = times, 0, list[Sent]()
+        self.times, self.nbytes, self.sent = times, 0, list[Received]()
 
 
-class Splitter:
+class BlockRunner:
     """Runs a jaxpr of whole sequences on one device's blocks."""
 
     def __init__(
         self,
         axis: Axis,
-        control: Mapping[str, Callable[..., list[Value]]],
-        rules: Callable[[str], Rule | None],
+        control: Mapping[str, Callable[..., list[Tracked]]],
+        rules: Callable[[str], TokenRule | None],
         most_gathered: float,
     ) -> None:
         self.axis, self.most_gathered = axis, most_gathered
         self.control, self.rules = control, rules
         self.regions = [Region()]
         # What waits, once computed, in this scope of JAX's and those around it.
-        self.known: list[dict[tuple[int, Blocks | None], tuple[Value, Array]]] = [{}]
+        self.known: list[dict[tuple[int, Blocks | None], tuple[Tracked, Array]]] = [{}]
         self.callers: list[tuple[Jaxpr, JaxprEqn | None]] = []
         self.all_readers: dict[int, dict[Any, list[tuple[JaxprEqn, int]]]] = {}
 
     # -- from one layout to another
 
-    def array(self, value: Value, at: Blocks | None, eqn: JaxprEqn, what: str = OTHERS) -> Array:
+    def array(self, value: Tracked, at: Blocks | None, eqn: JaxprEqn, what: str = OTHERS) -> Array:
         """Returns a value in these blocks, or whole. `eqn` needs it, and `what` it is for it."""
         if value.eqn is not None:
             for known in self.known:
@@ -125,7 +128,7 @@ class Splitter:
             return self.axis.exchanged(array, value.at, at, value.shape)
 
     def computed(
-        self, value: Value, eqn: JaxprEqn, at: Blocks | None, reader: JaxprEqn, what: str
+        self, value: Tracked, eqn: JaxprEqn, at: Blocks | None, reader: JaxprEqn, what: str
     ) -> Array:
         """Returns a block of a value that waits."""
         name, shape = eqn.primitive.name, self.axis.local(value.shape, at)
@@ -141,7 +144,7 @@ class Splitter:
         arrays = [self.array(operand, place, reader, what) for operand, place in pairs]
         return _compat.bind(local(eqn, shape, arrays), arrays)[0]
 
-    def before(self, eqn: JaxprEqn, at: Blocks | None) -> Places | None:
+    def before(self, eqn: JaxprEqn, at: Blocks | None) -> Layouts | None:
         """Returns the blocks of operands for a result in these; None where no operand has them."""
         shapes = [type_of(v).shape for v in eqn.invars]
         if at is None:
@@ -162,7 +165,7 @@ class Splitter:
         row = self.axis.cut(lax.iota(whole.dtype, whole.shape[dim]), dataclasses.replace(at, dim=0))
         return lax.broadcast_in_dim(row, shape, (dim,))
 
-    def natural(self, value: Value) -> Blocks | None:
+    def natural(self, value: Tracked) -> Blocks | None:
         """Returns the blocks in which a value is, or that it has without a word to others."""
         if value.eqn is None:
             return value.at
@@ -179,12 +182,12 @@ class Splitter:
             return at.reshaped(old, new, self.axis.size)
         return at.moved(parallel(eqn)[k])
 
-    def settled(self, value: Value, eqn: JaxprEqn) -> Value:
+    def settled(self, value: Tracked, eqn: JaxprEqn) -> Tracked:
         """Returns a value that waits no longer."""
         if value.eqn is None:
             return value
         at = self.natural(value)
-        return Value(value.shape, self.array(value, at, eqn), at)
+        return Tracked(value.shape, self.array(value, at, eqn), at)
 
     # -- what is sent
 
@@ -192,9 +195,9 @@ class Splitter:
     def sending(self, what: str, eqn: JaxprEqn, nbytes: int) -> Generator[None]:
         """Names what an operation sends, and its line, for audits, and counts it."""
         callers = (caller for _, caller in reversed(self.callers) if caller is not None)
-        lines = filter(None, map(_compat.line_of, (eqn, *callers)))
+        lines = filter(None, map(line_of, (eqn, *callers)))
         place = f"{eqn.primitive.name} ({next(lines, 'a library')})"
-        self.regions[-1].sent.append(Sent(what, nbytes, place, what == OTHERS))
+        self.regions[-1].sent.append(Received(what, nbytes, place, what == OTHERS))
         scope = "/".join(filter(None, [_compat.scope_of(eqn), "sequences", what]))
         with source_info_util.user_context(eqn.source_info.traceback), jax.named_scope(scope):
             yield
@@ -231,13 +234,13 @@ class Splitter:
         self,
         jaxpr: Jaxpr,
         consts: Sequence[ArrayLike],
-        inputs: Sequence[Value],
+        inputs: Sequence[Tracked],
         caller: JaxprEqn | None = None,
-    ) -> list[Value]:
+    ) -> list[Tracked]:
         values = dict(zip(jaxpr.invars, inputs, strict=True))
         values.update(zip(jaxpr.constvars, map(_whole, consts), strict=True))
 
-        def read(atom: Any) -> Value:
+        def read(atom: Any) -> Tracked:
             return values[atom] if is_var(atom) else _whole(atom.val)
 
         self.callers.append((jaxpr, caller))
@@ -250,14 +253,14 @@ class Splitter:
         self.callers.pop()
         return [read(v) for v in jaxpr.outvars]
 
-    def results(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+    def results(self, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
         name = eqn.primitive.name
         if name in self.control:
             return self.control[name](self, eqn, operands)
         self.check_axes(eqn)
         shapes = [type_of(v).shape for v in eqn.outvars]
         if name in WAITING and self.may_wait(name, eqn, operands):
-            return [Value(shapes[0], eqn=eqn, operands=tuple(operands))]
+            return [Tracked(shapes[0], eqn=eqn, operands=tuple(operands))]
         places = [self.natural(v) for v in operands]
         if not any(places):
             return self.bound(eqn, operands, [None] * len(operands), [None] * len(shapes))
@@ -275,7 +278,7 @@ class Splitter:
                 return self.bound(eqn, operands, before, [at] * len(shapes))
         return self.mixed(eqn, operands)
 
-    def may_wait(self, name: str, eqn: JaxprEqn, operands: Sequence[Value]) -> bool:
+    def may_wait(self, name: str, eqn: JaxprEqn, operands: Sequence[Tracked]) -> bool:
         shape = type_of(eqn.outvars[0]).shape
         wait = [operand.eqn is not None for operand in operands]
         if name in ("iota", "random_bits"):
@@ -290,11 +293,11 @@ class Splitter:
     def bound(
         self,
         eqn: JaxprEqn,
-        operands: Sequence[Value],
+        operands: Sequence[Tracked],
         places: Sequence[Blocks | None],
         results: Sequence[Blocks | None],
         what: str = OTHERS,
-    ) -> list[Value]:
+    ) -> list[Tracked]:
         """Runs an equation on operands in these blocks. So are its results."""
         pairs = zip(operands, places, strict=True)
         arrays = [self.array(operand, place, eqn, what) for operand, place in pairs]
@@ -302,19 +305,19 @@ class Splitter:
         if any(results):
             eqn = local(eqn, self.axis.local(shapes[0], results[0]), arrays)
         outs = _compat.bind(eqn, arrays)
-        return [Value(*each) for each in zip(shapes, outs, results, strict=True)]
+        return [Tracked(*each) for each in zip(shapes, outs, results, strict=True)]
 
-    def mixed(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+    def mixed(self, eqn: JaxprEqn, operands: Sequence[Tracked]) -> list[Tracked]:
         """Gathers the operands of an operation that mixes tokens, and cuts its results."""
         dims = {len(v.shape): at for v in operands if (at := self.natural(v))}
         outs = self.bound(eqn, operands, [None] * len(operands), [None] * len(eqn.outvars))
 
-        def in_blocks(value: Value) -> Value:
+        def in_blocks(value: Tracked) -> Tracked:
             at = dims.get(len(value.shape))
             if at is None or value.shape[at.dim] < self.axis.size:
                 return value
             at = Blocks(at.dim)
-            return Value(value.shape, self.axis.cut(jnp.asarray(value.array), at), at)
+            return Tracked(value.shape, self.axis.cut(jnp.asarray(value.array), at), at)
 
         return list(map(in_blocks, outs))
 
@@ -340,14 +343,19 @@ class Splitter:
 
     # -- random numbers
 
-    def random_bits(self, value: Value, eqn: JaxprEqn, at: Blocks | None, shape: Shape) -> Array:
+    def random_bits(self, value: Tracked, eqn: JaxprEqn, at: Blocks | None, shape: Shape) -> Array:
         """Returns a block of the bits that one device would draw."""
-        key = self.array(value.operands[0], None, eqn)
-        bits = at and _compat.random_bits(key, eqn, lambda whole: self.places(whole, at, shape))
-        if bits is not None:
-            return bits
-        whole = _compat.bind(eqn, [key])[0]
-        return whole if at is None else self.axis.cut(whole, at)
+        key, whole = self.array(value.operands[0], None, eqn), eqn.params["shape"]
+        is_threefry = str(jax.random.key_impl(key)) == "threefry2x32"
+        by_element = bool(jax.config.values["jax_threefry_partitionable"]) and is_threefry
+        width = eqn.params["bit_width"]
+        if at is None or not by_element or key.shape or width > 32 or math.prod(whole) >= 2**32:
+            bits = _compat.bind(eqn, [key])[0]
+            return bits if at is None else self.axis.cut(bits, at)
+        number = self.places(whole, at, shape)
+        words = [jnp.full(shape, word) for word in jax.random.key_data(key)]
+        a, b = threefry2x32_p.bind(*words, number * 0, number)
+        return (a ^ b).astype(f"uint{width}")
 
     def places(self, whole: Sequence[int], at: Blocks, shape: Shape) -> Array:
         """Returns the number of each element of a block in the whole value."""
@@ -389,5 +397,5 @@ def local(eqn: JaxprEqn, shape: Shape, arrays: Sequence[Array]) -> JaxprEqn:
     return eqn.replace(params=params)
 
 
-def _whole(array: Any) -> Value:
-    return Value(jnp.shape(array), array)
+def _whole(array: Any) -> Tracked:
+    return Tracked(jnp.shape(array), array)

@@ -1,0 +1,133 @@
+"""The dimensions along which an operation treats elements alike."""
+
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from zerojax._jaxprs import ELEMENTWISE, primitives, type_of
+from zerojax._types import Shape
+
+BY_ELEMENT = ELEMENTWISE | primitives("""
+bessel_i0e bessel_i1e clz complex igamma igamma_grad_a igammac name one_minus_square
+polygamma random_gamma_grad regularized_incomplete_beta reshard threefry2x32 zeta
+""")
+# Of collectives, those that leave elements at their places.
+IN_PLACE = primitives("psum psum_invariant pmax pmin ppermute pvary pcast")
+SCATTERS = primitives("scatter scatter_add scatter-add scatter_mul scatter_min scatter_max")
+
+
+def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:
+    """Returns, for each operand, which of its dimensions become which of the results', with each
+    element along them on its own. None of an unknown operation do."""
+    shapes = [type_of(v).shape for v in eqn.invars]
+    out = type_of(eqn.outvars[0]).shape if eqn.outvars else ()
+    name, params = eqn.primitive.name, eqn.params
+    ranks = list(map(len, shapes))
+
+    def but(*dims: int) -> list[dict[int, int]]:
+        return [{d: d for d in range(rank) if d not in dims} for rank in ranks]
+
+    if name in BY_ELEMENT:  # dimensions of length 1 are repeated
+        return [{d: d for d, n in enumerate(shape) if n == out[d]} for shape in shapes]
+    if name.startswith("cum"):
+        return but(params["axis"])
+    if name.startswith(("reduce_", "arg")) and "axes" in params and name != "reduce_precision":
+        kept = [d for d in range(ranks[0]) if d not in params["axes"]]
+        return [{d: i for i, d in enumerate(kept)} for _ in shapes]
+    if name in DIMS:
+        dims = params[DIMS[name]]
+        return but(*((dims,) if isinstance(dims, int) else dims))
+    if name in ("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"):
+        return but(ranks[0] - 1, ranks[0] - 2)
+    maps: list[dict[int, int]] = [{} for _ in shapes]
+    match name:
+        case "top_k":
+            return but(params.get("axis", ranks[0] - 1) % ranks[0])
+        case "fft":
+            return but(*range(ranks[0] - len(params["fft_lengths"]), ranks[0]))
+        case "stack":
+            return [{d: d + (d >= params["axis"]) for d in range(rank)} for rank in ranks]
+        case "dynamic_update_slice":
+            pairs = enumerate(zip(shapes[0], shapes[1], strict=True))
+            maps[0] = maps[1] = {d: d for d, (old, new) in pairs if old == new}
+        case "dot_general":
+            (cx, cy), (bx, by) = params["dimension_numbers"]
+            free = [d for d in range(ranks[0]) if d not in (*cx, *bx)]
+            maps[0] = {d: i for i, d in enumerate([*bx, *free])}
+            others = [d for d in range(ranks[1]) if d not in (*cy, *by)]
+            maps[1] = {d: i for i, d in enumerate(by)}
+            maps[1] |= {d: ranks[0] - len(cx) + i for i, d in enumerate(others)}
+        case "conv_general_dilated" if params["batch_group_count"] == 1:
+            lhs, _, spec = params["dimension_numbers"]
+            maps[0] = {lhs[0]: spec[0]}
+        case "gather":
+            maps = _of_gather(params["dimension_numbers"], params["slice_sizes"], shapes[0], out)
+        case _ if name in SCATTERS:
+            maps = _of_scatter(params["dimension_numbers"], shapes)
+        case _ if shapes:
+            maps[0] = _of_view(name, params, shapes[0], out)
+        case _:
+            pass
+    return maps
+
+
+# The parameter that names the dimensions which an operation mixes.
+DIMS = {"sort": "dimension", "rev": "dimensions", "split": "axis", "concatenate": "dimension"}
+
+
+def _of_view(name: str, params: Mapping[str, Any], shape: Shape, out: Shape) -> dict[int, int]:
+    """Of what only moves, repeats or leaves out elements."""
+    match name:
+        case "broadcast_in_dim":
+            pairs = enumerate(params["broadcast_dimensions"])
+            return {i: d for i, d in pairs if shape[i] == out[d]}
+        case "transpose":
+            return {d: i for i, d in enumerate(params["permutation"])}
+        case "squeeze":
+            kept = [d for d in range(len(shape)) if d not in params["dimensions"]]
+            return {d: i for i, d in enumerate(kept)}
+        case "slice" | "dynamic_slice":
+            return {d: d for d, n in enumerate(shape) if n == out[d]}
+        case "tile":
+            return {d: d for d, times in enumerate(params["reps"]) if times == 1}
+        case "pad":
+            same = enumerate(params["padding_config"])
+            return {d: d for d, config in same if config == (0, 0, 0)}
+        case _:
+            return {}
+
+
+def _of_gather(
+    numbers: lax.GatherDimensionNumbers, sizes: Sequence[int], shape: Shape, out: Shape
+) -> list[dict[int, int]]:
+    batch = [d for d in range(len(out)) if d not in numbers.offset_dims]
+    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    operand = {d: batch[i] for d, i in pairs}
+    apart = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(len(shape)) if d not in apart]
+    pairs = zip(window, numbers.offset_dims, strict=True)
+    operand |= {d: o for d, o in pairs if sizes[d] == shape[d]}
+    return [operand, dict(enumerate(batch))]
+
+
+def _of_scatter(
+    numbers: lax.ScatterDimensionNumbers, shapes: Sequence[Shape]
+) -> list[dict[int, int]]:
+    apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(len(shapes[0])) if d not in apart]
+    pairs = list(zip(window, numbers.update_window_dims, strict=True))
+    updates = {w: d for d, w in pairs if shapes[0][d] == shapes[2][w]}
+    operand = {d: d for d in updates.values()}
+    rows = [d for d in range(len(shapes[2])) if d not in numbers.update_window_dims]
+    batching = zip(
+        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
+    )
+    indices: dict[int, int] = {}
+    for dim, index in batching:
+        operand[dim] = indices[index] = updates[rows[index]] = dim
+    return [operand, indices, updates]
