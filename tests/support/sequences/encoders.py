@@ -15,7 +15,6 @@ from tests.support.sequences.table import (
     DIM,
     HEADS,
     HIDDEN,
-    LAYERS,
     ROWS,
     TOKENS,
     UNEVEN,
@@ -47,10 +46,8 @@ class Bert(nn.Module):
         x = words(ids) + nn.Embed(TOKENS, DIM)(jnp.arange(ids.shape[1]))
         x = nn.LayerNorm()(x + nn.Embed(2, DIM)(batch["segments"]))
         mask = nn.make_attention_mask(real, real)
-        for _ in range(LAYERS):
-            h = nn.MultiHeadDotProductAttention(HEADS)(x, x, mask=mask)
-            x = nn.LayerNorm()(x + h)
-            x = nn.LayerNorm()(x + nn.Dense(DIM)(nn.gelu(nn.Dense(HIDDEN)(x))))
+        x = nn.LayerNorm()(x + nn.MultiHeadDotProductAttention(HEADS)(x, x, mask=mask))
+        x = nn.LayerNorm()(x + nn.Dense(DIM)(nn.gelu(nn.Dense(HIDDEN)(x))))
         pooled = nn.tanh(nn.Dense(DIM)(x[:, 0]))
         return words.attend(nn.gelu(nn.Dense(DIM)(x))), nn.Dense(2)(pooled)
 
@@ -165,13 +162,10 @@ class Whisper(nn.Module):
         x = nn.gelu(nn.Conv(DIM, (3,), padding=1)(frames))
         x = nn.gelu(nn.Conv(DIM, (3,), strides=2, padding=1)(x))
         x = x + self.param("positions", nn.initializers.normal(), (x.shape[1], DIM))
-        for _ in range(LAYERS):
-            x = self.layer(x, None, None)
-        memory = nn.LayerNorm()(x)
+        memory = nn.LayerNorm()(self.layer(x, None, None))
         words = nn.Embed(VOCAB, DIM)
         y = words(ids) + nn.Embed(TOKENS, DIM)(jnp.arange(ids.shape[1]))
-        for _ in range(LAYERS):
-            y = self.layer(y, memory, nn.make_causal_mask(ids))
+        y = self.layer(y, memory, nn.make_causal_mask(ids))
         return words.attend(nn.LayerNorm()(y))
 
     def layer(self, x, memory, mask):
@@ -219,9 +213,8 @@ class ViT(nn.Module):
         x = nn.Conv(DIM, (4, 4), strides=(4, 4))(images)
         x = x.reshape(len(x), -1, DIM)
         x = x + self.param("positions", nn.initializers.normal(), (1, x.shape[1], DIM))
-        for _ in range(LAYERS):
-            x = x + nn.MultiHeadDotProductAttention(HEADS)(nn.LayerNorm()(x))
-            x = x + nn.Dense(DIM)(nn.gelu(nn.Dense(HIDDEN)(nn.LayerNorm()(x))))
+        x = x + nn.MultiHeadDotProductAttention(HEADS)(nn.LayerNorm()(x))
+        x = x + nn.Dense(DIM)(nn.gelu(nn.Dense(HIDDEN)(nn.LayerNorm()(x))))
         return nn.Dense(5)(nn.LayerNorm()(x).mean(1))
 
 

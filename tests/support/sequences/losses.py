@@ -249,13 +249,13 @@ def contrastive() -> Case:
 
 @case("keys and values")
 def derivative_in_the_loss() -> Case:
-    """A penalty on the gradient with respect to the embedded tokens."""
+    """A penalty on the gradient with respect to the embedded tokens, of a layer of attention."""
 
     def loss(params, ids):
         def score(x):
-            return _t.next_token_loss(hidden_states(params, x, _t.causal) @ params["embed"].T, ids)
+            return _t.next_token_loss((x + _t.causal(params, x)) @ params["embed"].T, ids)
 
         value, slope = jax.value_and_grad(score)(params["embed"][ids])
         return value + jnp.mean(jnp.sum((slope * len(ids)) ** 2, (1, 2)))
 
-    return Case(_t.transformer_params(**ATTENTION), loss, _t.tokens(rows=2))
+    return Case(_t.weights(embed=(VOCAB, DIM), **ATTENTION), loss, _t.tokens(rows=2))
