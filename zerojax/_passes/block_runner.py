@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.random import threefry2x32_p
@@ -33,7 +34,7 @@ from zerojax._types import Shape
 
 # What a value may wait for: no one needs it before something says which block.
 WAITING = ELEMENTWISE - primitives("optimization_barrier sharding_constraint device_put") | (
-    primitives("iota broadcast_in_dim transpose squeeze reshape gather random_bits")
+    primitives("iota broadcast_in_dim transpose squeeze reshape concatenate gather random_bits")
 )
 
 
@@ -165,6 +166,22 @@ class BlockRunner:
         row = self.axis.cut(lax.iota(whole.dtype, whole.shape[dim]), dataclasses.replace(at, dim=0))
         return lax.broadcast_in_dim(row, shape, (dim,))
 
+    def constant(self, value: Tracked, column: int | None = None) -> np.ndarray | None:
+        """Returns a value that depends on nothing, or a column of the last dimension of one."""
+        if value.eqn is None:
+            return None if isinstance(value.array, Tracer) else np.asarray(value.array)
+        operands = value.operands
+        if column is not None:
+            if value.eqn.primitive.name != "concatenate":
+                return None
+            parts = [v for v in operands for _ in range(v.shape[-1])]
+            return self.constant(parts[column]) if parts[column].shape[-1] == 1 else None
+        arrays = [self.constant(operand) for operand in operands]
+        if any(array is None for array in arrays):
+            return None
+        with jax.ensure_compile_time_eval():
+            return np.asarray(_compat.bind(value.eqn, [x for x in arrays if x is not None])[0])
+
     def natural(self, value: Tracked) -> Blocks | None:
         """Returns the blocks in which a value is, or that it has without a word to others."""
         if value.eqn is None:
@@ -194,9 +211,10 @@ class BlockRunner:
     @contextlib.contextmanager
     def sending(self, what: str, eqn: JaxprEqn, nbytes: int) -> Generator[None]:
         """Names what an operation sends, and its line, for audits, and counts it."""
-        callers = (caller for _, caller in reversed(self.callers) if caller is not None)
-        lines = filter(None, map(line_of, (eqn, *callers)))
-        place = f"{eqn.primitive.name} ({next(lines, 'a library')})"
+        eqns = [*(caller for _, caller in self.callers if caller is not None), eqn]
+        line = next(filter(None, map(line_of, reversed(eqns))), "a library")
+        path = "/".join(filter(None, map(_compat.scope_of, eqns)))
+        place = f"{eqn.primitive.name} ({', '.join(filter(None, (line, path)))})"
         self.regions[-1].sent.append(Received(what, nbytes, place, what == OTHERS))
         scope = "/".join(filter(None, [_compat.scope_of(eqn), "sequences", what]))
         with source_info_util.user_context(eqn.source_info.traceback), jax.named_scope(scope):
@@ -215,6 +233,7 @@ class BlockRunner:
             self.regions.pop()
             self.known.pop()
         self.check(region)
+        self.regions[-1].nbytes += region.nbytes
         for sent in region.sent:
             nbytes = sent.nbytes * times
             self.regions[-1].sent.append(dataclasses.replace(sent, nbytes=nbytes, is_limited=False))
@@ -285,6 +304,8 @@ class BlockRunner:
             return True
         if name == "broadcast_in_dim":
             return wait[0] or np.prod(shape) > np.prod(operands[0].shape)
+        if name == "concatenate":  # of indices
+            return any(wait) and all(o.shape[-1] == 1 for o in operands)
         if name == "gather":
             return wait[1] and not wait[0] and operands[0].at is None
         arrays = [o for o, waits in zip(operands, wait, strict=True) if o.shape and not waits]

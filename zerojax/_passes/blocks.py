@@ -126,10 +126,10 @@ class Axis:
 
         return _opened(value, at, masked)
 
-    def reach(self, length: int, first: int, step: int, width: int) -> tuple[int, int]:
+    def reach(self, length: int, starts: Sequence[int], width: int) -> tuple[int, int]:
         """Returns how many elements a device needs of its neighbours on both sides, at most, to
-        have the elements from `first + s * step` on, `width` of them."""
-        block, starts = self.block(length), [first + s * step for s in range(self.size)]
+        have so many from its start on."""
+        block = self.block(length)
         left = (s * block - max(start, 0) for s, start in enumerate(starts))
         right = (min(start + width, length) - (s + 1) * block for s, start in enumerate(starts))
         return max(*left, 0), max(*right, 0)
@@ -139,18 +139,16 @@ class Axis:
         value: Array,
         dim: int,
         length: int,
-        first: int,
-        step: int,
+        starts: Sequence[int],
         width: int,
         fill: ArrayLike | None = None,
     ) -> Array:
-        """Returns the elements from `first + s * step` on, `width` of them, of blocks along a
-        dimension of so much length. Outside of it, they are `fill`, or some number."""
-        block, devices = self.block(length), range(self.size)
-        left, right = self.reach(length, first, step, width)
-        hops, starts = [-(-left // block), -(-right // block)], [first + s * step for s in devices]
+        """Returns so many elements, from each device's start on, of blocks along a dimension of so
+        much length. Outside of it, they are `fill`, or some number."""
+        block, (left, right) = self.block(length), self.reach(length, starts, width)
+        hops = -(-left // block), -(-right // block)
         if sum(hops) > 2:  # a device has some of everyone's
-            left, right, offsets = 0, 0, starts
+            offsets = starts
             value = self.gathered(value, Blocks(dim), _with(value.shape, dim, length))
         else:
             offsets = [start - s * block + left for s, start in enumerate(starts)]
@@ -159,13 +157,16 @@ class Axis:
         if low or high:  # `dynamic_slice` would move its start
             widths = [(low, high) if d == dim else (0, 0) for d in range(value.ndim)]
             value = jnp.pad(value, widths, mode="edge")
-        start = offsets[0] + low + self.index * (offsets[-1] - offsets[0]) // max(self.size - 1, 1)
-        value = lax.dynamic_slice_in_dim(value, start, width, dim)
-        if fill is None or not (starts[0] < 0 or starts[-1] + width > length):
+        value = lax.dynamic_slice_in_dim(value, self.own(offsets) + low, width, dim)
+        if fill is None or (min(starts) >= 0 and max(starts) + width <= length):
             return value
-        places = lax.broadcasted_iota(jnp.int32, value.shape, dim) + first + self.index * step
+        places = lax.broadcasted_iota(jnp.int32, value.shape, dim) + self.own(starts)
         inside = (places >= 0) & (places < length)
         return jnp.where(inside, value, jnp.asarray(fill, value.dtype))
+
+    def own(self, numbers: Sequence[int]) -> Array:
+        """Returns this device's number."""
+        return jnp.asarray(numbers, jnp.int32)[self.index]
 
     def _with_halo(
         self, value: Array, dim: int, block: int, halo: Sequence[int], hops: Sequence[int]

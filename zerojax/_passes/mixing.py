@@ -7,8 +7,11 @@ A rule returns the results of an equation; None where it does not apply.
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -29,7 +32,7 @@ from zerojax._passes.block_runner import (
     Tracked,
 )
 from zerojax._passes.blocks import Axis, Blocks
-from zerojax._passes.parallel import SCATTERS
+from zerojax._passes.parallel import SCATTERS, parallel
 
 # -- sums, and what is like one
 
@@ -66,6 +69,7 @@ FILLS = {
     "reduce_min": np.inf,
     "argmax": -np.inf,
     "argmin": np.inf,
+    "cumlogsumexp": None,
     "cumsum": 0,
     "cumprod": 1,
     "cummax": -np.inf,
@@ -79,6 +83,8 @@ FILLS = {
 def fill_of(name: str, dtype: DTypeLike) -> ArrayLike:
     """Returns the number that changes nothing in a reduction."""
     fill = FILLS[name]
+    if fill is None:  # the logarithm of a sum of nothing has no derivative
+        return jnp.finfo(dtype).min
     if not isinstance(fill, float) or jnp.issubdtype(dtype, jnp.inexact):
         return fill
     if jnp.issubdtype(dtype, jnp.bool_):
@@ -119,6 +125,7 @@ def accumulated(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: 
 
 
 JOINS: dict[str, tuple[Any, Any]] = {
+    "cumlogsumexp": (jnp.logaddexp, jax.nn.logsumexp),
     "cumsum": (lax.add, jnp.sum),
     "cumprod": (lax.mul, jnp.prod),
     "cummax": (lax.max, jnp.max),
@@ -143,12 +150,24 @@ def windowed(
     """Returns what this device reads for its block of a result of so much length, of which element
     i reads `width` elements from `first + i * stride` on."""
     step, read = s.axis.block(length) * stride, (s.axis.block(length) - 1) * stride + width
+    return _at_starts(s, eqn, value, at, [first + i * step for i in range(s.axis.size)], read, fill)
+
+
+def _at_starts(
+    s: BlockRunner,
+    eqn: JaxprEqn,
+    value: Tracked,
+    at: Blocks,
+    starts: Sequence[int],
+    width: int,
+    fill: ArrayLike | None,
+) -> Array:
     array, size = s.array(value, at, eqn), value.shape[at.dim]
-    halo = sum(s.axis.reach(size, first, step, read))
+    halo = sum(s.axis.reach(size, starts, width))
     is_far = halo > 2 * s.axis.block(size)
     sent = value.nbytes // size * (size if is_far else halo)
     with s.sending(OTHERS if is_far else HALO, eqn, sent):
-        return s.axis.window(array, at.dim, size, first, step, read, fill)
+        return s.axis.window(array, at.dim, size, starts, width, fill)
 
 
 def sliced(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
@@ -205,18 +224,18 @@ def padded(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layou
     if at is None or config[at.dim] == (0, 0, 0) or not at.is_plain:
         return None
     dim, shape = at.dim, type_of(eqn.outvars[0]).shape
-    low, _, interior = config[dim]
-    if interior:  # between the elements of each block
-        if low > interior or shape[dim] != value.shape[dim] * (interior + 1):
-            return None
-        if value.shape[dim] % s.axis.size:
-            return None
-        array = s.array(value, at, eqn)
-        config[dim] = (low, interior - low, interior)
-    else:
-        array = windowed(s, eqn, value, at, shape[dim], -low, fill=fill.array)
-        config[dim] = (0, 0, 0)
-    return [Tracked(shape, lax.pad(array, fill.array, config), Blocks(dim))]
+    (low, _, interior), size = config[dim], s.axis.size
+    every, block = interior + 1, s.axis.block(shape[dim])
+    # The first element that is in a device's block of the result, and its place there.
+    starts = [-((low - i * block) // every) for i in range(size)]
+    places = [low + start * every - i * block for i, start in enumerate(starts)]
+    array = _at_starts(s, eqn, value, at, starts, -(-block // every), fill.array)
+    config[dim] = (interior, block, interior) if interior else (0, 0, 0)
+    array = lax.pad(array, fill.array, config)
+    if interior:
+        start = interior - s.axis.own(places)
+        array = lax.dynamic_slice_in_dim(array, start, block, dim)
+    return [Tracked(shape, array, Blocks(dim))]
 
 
 def joined(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
@@ -294,12 +313,15 @@ def picked(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layou
     """Elements of tokens whose places are whole: each comes from the device that has it."""
     (value, index), (at, other) = operands, places
     numbers = eqn.params["dimension_numbers"]
-    if at is None or other is not None or at.dim not in numbers.start_index_map:
+    if at is None or at.dim not in numbers.start_index_map:
         return None
+    column = numbers.start_index_map.index(at.dim)
+    if other is not None:
+        return _own_element(s, eqn, operands, at, other, column)
     if eqn.params["slice_sizes"][at.dim] != 1 or not at.is_plain:
         return None
     array, length = s.array(value, at, eqn), value.shape[at.dim]
-    indices, column = s.array(index, None, eqn), numbers.start_index_map.index(at.dim)
+    indices = s.array(index, None, eqn)
     is_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
     clipped = jnp.clip(indices, 0, length - 1)
     mode = eqn.params["mode"]
@@ -318,6 +340,43 @@ def picked(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layou
         fill = eqn.params["fill_value"]
         out = jnp.where(missing, jnp.asarray(jnp.nan if fill is None else fill, out.dtype), out)
     return [Tracked(type_of(eqn.outvars[0]).shape, out)]
+
+
+def _own_element(
+    s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks, other: Blocks, column: int
+) -> Outcome:
+    """Elements of tokens that a loss looks up by counting them, `x[jnp.arange(n), labels]`."""
+    value, index = operands
+    numbers = s.constant(index, column)
+    row = other.dim
+    if numbers is None or numbers.shape[row] != value.shape[at.dim]:
+        return None
+    places = np.arange(numbers.shape[row]).reshape(-1, *[1] * (numbers.ndim - row - 1))
+    if at != dataclasses.replace(other, dim=at.dim) or (numbers != places).any():
+        return None
+    indices = s.array(index, other, eqn)
+    is_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
+    here = lax.broadcasted_iota(indices.dtype, indices.shape, row)
+    out = _compat.bind(eqn, [s.array(value, at, eqn), jnp.where(is_column, here, indices)])[0]
+    shape = type_of(eqn.outvars[0]).shape
+    result = other.moved(parallel(eqn)[1])
+    assert result is not None
+    return [Tracked(shape, out, result)]
+
+
+def torn(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
+    """Tokens in chunks that end within a device's block: each chunk is split."""
+    (value,), (at,), shape = operands, places, type_of(eqn.outvars[0]).shape
+    if at is None or s.after(eqn, 0, at) is not None:
+        return None
+    first, done = math.prod(value.shape[: at.dim]), 1
+    for dim, length in enumerate(shape):
+        inside = first <= done and done * length <= first * at.length(value.shape)
+        if inside and length >= s.axis.size and length % s.axis.size == 0:
+            whole = s.array(value, None, eqn).reshape(shape)
+            return [Tracked(shape, s.axis.cut(whole, Blocks(dim)), Blocks(dim))]
+        done *= length
+    return None
 
 
 def cut_out(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
@@ -373,6 +432,7 @@ MIXING: dict[str, TokenRule] = {
     **dict.fromkeys(JOINS, accumulated),
     **dict.fromkeys(SCATTERS, scattered),
     **{name: pooled for name in FILLS if "window" in name},
+    "reshape": torn,
     "slice": sliced,
     "split": taken_apart,
     "pad": padded,
