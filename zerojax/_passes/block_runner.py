@@ -206,6 +206,12 @@ class BlockRunner:
         at = self.natural(value)
         return Tracked(value.shape, self.array(value, at, eqn), at)
 
+    def at_home(self, value: Tracked, eqn: JaxprEqn) -> Tracked:
+        """Returns a value that waits no longer, in blocks of tokens if it was in those of heads."""
+        value = self.settled(value, eqn)
+        home = value.at.home if value.at else None
+        return Tracked(value.shape, self.array(value, home, eqn), home) if home else value
+
     # -- what is sent
 
     @contextlib.contextmanager

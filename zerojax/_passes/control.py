@@ -222,12 +222,14 @@ def custom_vjp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[T
     jaxpr, consts = _compat.inner_jaxpr(eqn)
     inputs = [s.settled(v, eqn) for v in operands]
     outputs, kept = list[Tracked](), list[Tracked]()
+    # What was split over heads here goes home; what forward keeps of it does not.
+    leave = s.settled if any(v.at and v.at.home for v in inputs) else s.at_home
 
     @jax.custom_vjp
     def code(*arrays: Array) -> list[Array]:
         with s.scope():
             outs = s.run(jaxpr, consts, _refilled(inputs, arrays), eqn)
-            outputs[:] = [s.settled(v, eqn) for v in outs]
+            outputs[:] = [leave(v, eqn) for v in outs]
         return [v.array for v in outputs]
 
     def forward(*arrays: Array) -> tuple[list[Array], list[Array]]:
@@ -237,7 +239,7 @@ def custom_vjp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[T
             outs = iter([s.settled(v, eqn) for v in s.run(rule, consts, values)])
             kept[:] = [next(outs) if at is None else values[at] for at in forwarded]
             pairs = zip(outs, outputs, strict=True)
-            results = [s.array(v, like.at, eqn) for v, like in pairs]
+            results = [s.array(leave(v, eqn), like.at, eqn) for v, like in pairs]
         return results, [v.array for v in kept]
 
     def backward(residuals: list[Array], grads: list[Array]) -> tuple[Any, ...]:

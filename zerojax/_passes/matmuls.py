@@ -41,7 +41,7 @@ def multiplied(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: L
             result = at.moved(maps[k])
             assert result is not None
             outs = s.bound(eqn, operands, _both(result, maps), [result], HEADS)
-            return [_at_home(s, eqn, outs[0])]
+            return [s.at_home(outs[0], eqn)]
     summed = [at is not None and at.dim in contract[k] for k, at in enumerate(places)]
     k = 0 if summed[0] else 1
     if any(summed):
@@ -76,14 +76,6 @@ def multiplied(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: L
 
 def _both(result: Blocks, maps: Sequence[dict[int, int]]) -> list[Blocks | None]:
     return [result.back(dims) for dims in maps]
-
-
-def _at_home(s: BlockRunner, eqn: JaxprEqn, value: Tracked) -> Tracked:
-    """Returns a value in blocks of tokens, if it was in blocks of heads."""
-    if value.at is None or value.at.home is None:
-        return value
-    home = value.at.home
-    return Tracked(value.shape, s.array(value, home, eqn, HEADS), home)
 
 
 def _heads(
@@ -158,15 +150,10 @@ def fused_attention(
         if len(shape) == 3:
             return Blocks(1)
         is_bias = len(shape) == 4 and shape == shapes[3]
-        dim = 1 if is_bias else heads
-        return Blocks(dim) if len(shape) == 4 and shape[dim] > 1 else None
+        at = Blocks(1) if is_bias else Blocks(heads, home=Blocks(tokens))
+        return at if len(shape) == 4 and shape[at.dim] > 1 else None
 
     count = len(eqn.invars)
-    outs = s.bound(
+    return s.bound(
         eqn, operands, [*map(place, shapes[:count])], [*map(place, shapes[count:])], HEADS
     )
-    home = Blocks(tokens)
-    return [
-        Tracked(v.shape, s.array(v, home, eqn, HEADS), home) if v.at == Blocks(heads) else v
-        for v in outs
-    ]
