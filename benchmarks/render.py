@@ -166,6 +166,16 @@ def largest() -> str:
     return f"{on_gpus}\n\n{_rows(*render_state.largest_with_host(stored['rows']))}"
 
 
+def long_context() -> str:
+    """Renders sequences that are split, beside code by hand and annotations."""
+    return _rows(*render_state.long_context(_stored("long_context.json")["rows"]))
+
+
+def longest() -> str:
+    """Renders the longest sequences that fit."""
+    return _rows(*render_state.longest(_stored("longest.json")["rows"]))
+
+
 def state_bytes() -> str:
     """Renders bytes a parameter between steps, and what a step takes in all."""
     return _rows(*render_state.state_bytes(_stored("state_bytes.json")["rows"]))
@@ -460,6 +470,8 @@ TABLES = {
     "groups": groups,
     "chunks": chunks,
     "layered": layered,
+    "long_context": long_context,
+    "longest": longest,
     "wires": wires,
     "choices": choices,
     "published": published,

@@ -1,4 +1,5 @@
-"""Tables of a state's bytes, and of the largest models that they let GPUs train.
+"""Tables of a state's bytes, of the largest models that they let GPUs train, and of the longest
+sequences.
 
 Each function takes the stored rows, and returns a header and rows of cells.
 """
@@ -31,6 +32,27 @@ def largest_with_host(rows):
     names, hosts, _ = map(dict.fromkeys, zip(*cells, strict=True))
     models = [[name, *(cells.get((name, host, ""), "—") for host in hosts)] for name in names]
     return ["fp32, memory of the host", *hosts], models
+
+
+def long_context(rows):
+    cells = []
+    for row in rows:
+        tokens, _, program = row["row"].partition(": ")
+        if program:
+            numbers = (row["peak_gib"], row["wire_gib"], row["step_ms"] / 1e3)
+            cells.append([f"{program}, {tokens}", *(f"{number:.1f}" for number in numbers)])
+            cells[-1].append(f"{row['exposed_ms']:.0f}")
+    return ["program", "peak, GiB", "sent, GiB", "step, s", "exposed, ms"], cells
+
+
+def longest(rows):
+    cells = []
+    for row in rows:
+        numbers = (row["device_gib"], row["host_gib"], row["step_s"])
+        tokens = f"{row['tokens'] / 1e6:.2f}M"
+        cells.append([row["row"], tokens, *(f"{number:.0f}" for number in numbers), row["bound"]])
+    header = ["GPUs", "tokens", "GPU, GiB", "host of 8, GiB", "step, s", "bounded by"]
+    return header, cells
 
 
 PRECISIONS = {
