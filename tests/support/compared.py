@@ -52,6 +52,12 @@ def mesh_of(sizes: dict[str, int]) -> Mesh:
     return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
+def sequences_of(row: Row) -> zerojax.Sequences | None:
+    """The features of the MLP stand for tokens, which its weights mix."""
+    limit = {"most_gathered": 0.5} if row.model == "mlp" else {}
+    return zerojax.Sequences(row.tokens, **limit) if row.tokens else None
+
+
 def placing(row: Row) -> dict[str, Any]:
     """What `shard_train_state` is given."""
     axes = tuple(row.sizes)
@@ -59,11 +65,13 @@ def placing(row: Row) -> dict[str, Any]:
         kind: tuple(axis for axis in axes if min(row.kinds[axis], row.stage) > at)
         for at, kind in enumerate(KINDS)
     }
-    where = {"groups": shared} if "/" in row.layout else {"axis": axes}
+    rows = tuple(axis for axis in axes if axis != row.tokens)
+    where = {"groups": shared} if "/" in row.layout else {"axis": rows or None}
     offload = zerojax.Offload(**{k: k in row.offload for k in ("opt_state", "params")}, min_bytes=0)
     return {
         "stage": row.stage,
         "mesh": mesh_of(row.sizes),
+        "sequence": sequences_of(row),
         "pad": row.shapes != "whole",
         "precision": zerojax.Precision(**row.types) if row.types else None,
         "offload": offload if row.offload else None,
@@ -385,7 +393,7 @@ def check_places(row: Row, found: Run, state: Any) -> None:
 def check_shards(row: Row, state: Any) -> None:
     """Large parameters, and what has their shapes, are in as many parts as the stage says."""
     where = placing(row)
-    groups = where.get("groups") or dict.fromkeys(KINDS[: row.stage], where["axis"])
+    groups = where.get("groups") or dict.fromkeys(KINDS[: row.stage], tuple(row.sizes))
     parts = math.prod(row.sizes[axis] for axis in groups.get("opt_state", ()))
     cut = {"opt_state": parts, "params": parts if groups.get("params") else 1}
     plan = state.tx.plan

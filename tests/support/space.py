@@ -30,6 +30,7 @@ class Row:
     remat: bool = False
     shapes: str = "even"
     layout: str = "data=3"
+    sequence: str = ""  # split over the axis of the fast links, or of the slow ones
     stage: int = 3
     optimizer: str = "adamw"
     precision: str = ""
@@ -68,9 +69,16 @@ class Row:
         return {axis: int(text[2:] or 3) for axis, text in settings(self.layout).items()}
 
     @property
+    def tokens(self) -> str | None:
+        """The axis that splits sequences. The others split rows."""
+        slowest, *_, fastest = [*self.sizes] * 2
+        return {"": None, "far": slowest, "near": fastest}[self.sequence]
+
+    @property
     def parts(self) -> int:
-        """Into how many parts devices and microbatches split a batch."""
-        return math.prod(self.sizes.values()) * self.accumulate
+        """Into how many parts devices and microbatches split the rows of a batch."""
+        sizes = (size for axis, size in self.sizes.items() if axis != self.tokens)
+        return math.prod(sizes) * self.accumulate
 
     @property
     def types(self) -> dict[str, str]:
@@ -106,6 +114,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
         "node=2/3 gpu=2/1",
         "rack=2/2 node=2/1 gpu=2/3",
     ),
+    "sequence": ("", "near", "far"),
     "stage": (3, 2, 1, 0),
     "optimizer": ("adamw", "adafactor", "muon", "several", "wrapped", "frozen"),
     "precision": ("", "compute=bfloat16", MASTERS, "moments=bfloat16"),

@@ -79,6 +79,13 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-3) * scale
 
 
+def attended(queries: jax.Array, x: jax.Array) -> jax.Array:
+    """Causal attention to states that are their own keys."""
+    seen = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
+    scores = jnp.where(seen, queries @ x.mT / x.shape[-1] ** 0.5, -1e9)
+    return jax.nn.softmax(scores, -1) @ x
+
+
 def next_token(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     logits = logits[:, :-1].astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean(-1)
@@ -146,8 +153,7 @@ def gpt(sizes: Sizes, chunked: bool = False) -> Subject:
     def layer(rate, x, scanned):
         p, mean, key = scanned
         h = norm(centred(x, mean), p["norm"])
-        seen = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
-        h = x + jax.nn.softmax(jnp.where(seen, h @ p["look"] @ h.mT / dim**0.5, -1e9), -1) @ h
+        h = x + attended(h @ p["look"], h)
         h = h + dropout(jnp.tanh(h @ p["up"]), key, rate) @ p["down"]
         return h, averaged(mean, x)
 
@@ -175,7 +181,8 @@ class LinenBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
         mean = self.variable("stats", "mean", jnp.zeros, x.shape[-1:])
-        h = nn.Dense(self.hidden)(nn.LayerNorm(use_bias=False)(centred(x, mean.value)))
+        h = nn.LayerNorm(use_bias=False)(centred(x, mean.value))
+        h = nn.Dense(self.hidden)(attended(h, h))
         mean.value = averaged(mean.value, x)
         key = self.make_rng("dropout") if self.has_rng("dropout") else None
         return x + nn.Dense(x.shape[-1])(dropout(nn.tanh(h), key, self.rate))
@@ -273,7 +280,8 @@ class NnxBlock(nnx.Module):
         self.down = nnx.Linear(hidden, dim, rngs=rngs)
 
     def __call__(self, x):
-        return x + self.down(nnx.tanh(self.up(self.norm(x))))
+        h = self.norm(x)
+        return x + self.down(nnx.tanh(self.up(attended(h, h))))
 
 
 class Nnx(nnx.Module):
@@ -340,7 +348,7 @@ def equinox_model(sizes: Sizes) -> Subject:
         x = each(model.embed)(tokens)
         new = {"mean": averaged(stats["mean"], x), "seen": stats["seen"] + 1}
         layers, rest = eqx.partition(model.blocks, eqx.is_array)
-        layer = wrap(lambda x, one: (each(eqx.combine(one, rest))(x), None))
+        layer = wrap(lambda x, one: (each(eqx.combine(one, rest))(attended(x, x)), None))
         x, _ = jax.lax.scan(layer, dropout(centred(x, stats["mean"]), key, rate), layers)
         logits = each(model.head)(x)
         return next_token(logits, tokens), new, scale_of(logits)
