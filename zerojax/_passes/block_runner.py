@@ -394,13 +394,14 @@ class BlockRunner:
         return number
 
     def refused(self, place: str, nbytes: int, total: int) -> ValueError:
-        share, axis = nbytes / max(total, 1), self.axis.name
+        axis, share = self.axis.name, nbytes / total if total else math.inf
+        computed = f"{share:.0%} of the {human_bytes(total)} that its layer computes"
+        most = math.ceil(share * 10) / 10 if total else "math.inf"
         return ValueError(
-            f"{place} mixes tokens, and sequence={axis!r} has no rule for it: it would "
-            f"gather {human_bytes(nbytes)}, {share:.0%} of the {human_bytes(total)} that its layer "
-            f"computes, more than most_gathered={self.most_gathered:.0%}. Write it in operations "
-            f"that docs/axes.md lists, or allow it: sequence=zerojax.Sequences({axis!r}, "
-            f"most_gathered={math.ceil(share * 10) / 10})."
+            f"{place} mixes tokens, and sequence={axis!r} has no rule for it. It would gather "
+            f"{human_bytes(nbytes)}, {computed if total else 'and nothing would stay split'}; "
+            f"most_gathered={self.most_gathered:.0%}. Write it in operations that docs/axes.md "
+            f"lists, or allow it: sequence=zerojax.Sequences({axis!r}, most_gathered={most})."
         )
 
 

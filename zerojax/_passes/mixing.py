@@ -84,7 +84,7 @@ def fill_of(name: str, dtype: DTypeLike) -> ArrayLike:
     """Returns the number that changes nothing in a reduction."""
     fill = FILLS[name]
     if fill is None:  # the logarithm of a sum of nothing has no derivative
-        return jnp.finfo(dtype).min
+        return float(jnp.finfo(dtype).min) / 4
     if not isinstance(fill, float) or jnp.issubdtype(dtype, jnp.inexact):
         return fill
     if jnp.issubdtype(dtype, jnp.bool_):
