@@ -1,12 +1,14 @@
-"""Draws the README's picture of memory by stage, and the one of docs/groups.md.
+"""Draws the README's picture of memory by stage, and those of docs/groups.md and docs/axes.md.
 
-python docs/pictures/make.py           # both; compiles a 7.5B step for 64 H100s, in minutes
-python docs/pictures/make.py groups    # seconds
+python docs/pictures/make.py           # all; compiles a 7.5B step for 64 H100s, in minutes
+python docs/pictures/make.py groups    # all but that one, in seconds
 """
 
+import itertools
 import os
 import pathlib
 import sys
+from collections.abc import Callable
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -44,6 +46,24 @@ GROUPS = {
     "AMSP: parameters and gradients over the GPUs of a node, optimizer state over both nodes":
         (NODE, NODE, BOTH),
 }  # fmt: skip
+# Which tokens of device `home` the device `here` has, of 16 tokens and 4 heads on four devices:
+# before something mixes tokens, and for it.
+TOKENS, HEADS = 16, 4
+HAS = dict[str, Callable[[int, int, int, int], bool]]  # of here, home, head, token
+SENT: dict[str, HAS] = {
+    "attention, keys and values gathered: queries stay": {
+        "queries": lambda here, home, head, token: here == home,
+        "keys, values": lambda here, home, head, token: True,
+    },
+    "attention, tokens exchanged for heads, and back": {
+        "before, after": lambda here, home, head, token: here == home,
+        "in attention": lambda here, home, head, token: here == head,
+    },
+    "a shift or a convolution reads tokens of neighbours": {
+        "before": lambda here, home, head, token: here == home,
+        "for it": lambda here, home, head, token: here * 4 - 2 < token <= here * 4 + 3,
+    },
+}
 BOX, GAP, ROW = 0.9, 0.5, 0.72  # the width of an array, between nodes, the height of an array
 LIGHT_INK, DARK_INK = "#1f2328", "#e6edf3"
 
@@ -97,7 +117,7 @@ def place(device: int) -> float:
 
 
 def draw_row(
-    axes: _figures.Axes, mesh: jax.sharding.Mesh, row: int, over: tuple[str, ...], ink: str,
+    axes: _figures.PlotAxes, mesh: jax.sharding.Mesh, row: int, over: tuple[str, ...], ink: str,
     colours: dict[str, str],
 ) -> int:  # fmt: skip
     """Draws one kind of array, and returns the number of its shards."""
@@ -113,7 +133,41 @@ def draw_row(
     return len(set(parts.values()))
 
 
+def draw_axes(name: str, ink: str, colours: dict[str, str]) -> None:
+    """Draws which tokens each of four devices has, in the colour of the device that computes them,
+    with a panel for each way to send them."""
+    shades = list(colours.values())[:4]
+    width, height = BOX / TOKENS, ROW / HEADS
+    with plt.rc_context(style(ink)):
+        figure, panels = plt.subplots(3, figsize=(_figures.INCHES, 4.2), layout="constrained")
+        for axes, (title, rows) in zip(panels, SENT.items(), strict=True):
+            axes.set_title(title, fontsize=9.5, loc="left")
+            axes.set_yticks(range(2), list(rows), fontsize=9)
+            axes.set_xticks([])
+            axes.set_xlim(-0.05, 4.15)
+            axes.set_ylim(1.5, -0.5)
+            axes.tick_params(length=0)
+            axes.spines[:].set_visible(False)
+            each = itertools.product(enumerate(rows.values()), range(4), range(4), range(HEADS))
+            for (row, has), here, home, head in each:
+                tokens = range(home * 4, home * 4 + 4)
+                there = [token for token in tokens if has(here, home, head, token)]
+                if not there:
+                    continue
+                corner = 1.05 * here + width * there[0], row - ROW / 2 + height * head
+                look = {"facecolor": shades[home], "edgecolor": ink, "linewidth": 0.3}
+                axes.add_patch(Rectangle(corner, width * len(there), height, **look))
+            for row, here in itertools.product(range(2), range(4)):
+                outline = {"fill": False, "edgecolor": ink, "linewidth": 0.5}
+                axes.add_patch(Rectangle((1.05 * here, row - ROW / 2), BOX, ROW, **outline))
+        middles = [1.05 * n + BOX / 2 for n in range(4)]
+        panels[-1].set_xticks(middles, [f"device {n}" for n in range(4)], fontsize=9)
+        figure.savefig(HERE / f"{name}.svg", transparent=True, metadata={"Date": None})
+
+
 if __name__ == "__main__":
+    draw_axes("axes_light", LIGHT_INK, COLOURS)
+    draw_axes("axes_dark", DARK_INK, DARK)
     draw_groups("groups_light", LIGHT_INK, COLOURS)
     draw_groups("groups_dark", DARK_INK, DARK)
     if sys.argv[1:] == ["groups"]:
