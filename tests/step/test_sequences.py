@@ -15,6 +15,7 @@ import zerojax
 from tests.support.compared import mesh_of
 from tests.support.reference import split_aux
 from tests.support.sequences import CASES, GATHERS, SPLIT, Case
+from tests.support.sequences.table import heads_of, normal, softmax_attention
 
 MESHES = {
     "2x4": {"data": 2, "sequence": 4},
@@ -155,3 +156,26 @@ def test_an_operand_that_would_be_made_whole_is_refused(name):
     run = jax.jit(zerojax.value_and_grad(case.loss, plan, has_aux=case.has_aux, **options))
     with pytest.raises(ValueError, match=r"mixes tokens.*most_gathered=0%"):
         run.trace(case.params, *arguments(case))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "sends"),
+    [
+        (24, 48, 2, "12.0 KiB of keys and values"),  # too few heads
+        (96, 24, 4, "6.0 KiB of keys and values"),
+        (24, 96, 4, "7.5 KiB of tokens in exchange for heads"),
+        (24, 24, 4, "3.0 KiB of tokens in exchange for heads"),
+    ],
+)
+def test_attention_sends_the_cheaper_of_keys_and_heads(queries, keys, heads, sends):
+    def loss(params, batch):
+        q, k, v = (heads_of(batch[name] @ params["w"], heads) for name in "xyy")
+        return jnp.mean(softmax_attention(q, k, v) ** 2)
+
+    make = lambda: zerojax.ModuleState.create({"w": jnp.ones((16, 16))}, optax.sgd(0.1))
+    plan = zerojax.plan(make, mesh=mesh_of(MESHES["2x4"]), sequence="sequence")
+    batch = {"x": normal(4, queries, 16), "y": normal(4, keys, 16)}
+    step = zerojax.train_step(loss, plan=plan)
+    step.trace(plan.abstract(), batch)
+    lines = [line.split("receives ")[1] for line in repr(step).splitlines() if "receives" in line]
+    assert lines == [f"{sends} in forward", "4 B of sums over tokens in forward"]

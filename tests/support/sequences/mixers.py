@@ -290,6 +290,29 @@ def straight_through() -> Case:
     return language_model(mix, **ATTENTION)
 
 
+@case("sums over tokens, in a derivative")
+def learned_steps() -> Case:
+    """Rounds weights and states to multiples of steps that are learned: LSQ."""
+
+    @jax.custom_vjp
+    def rounded(x, step):
+        return jnp.round(x / step) * step
+
+    def forward(x, step):
+        return rounded(x, step), (x / step,)
+
+    def backward(kept, slope):
+        return slope, jnp.sum(slope * (jnp.round(kept[0]) - kept[0]))
+
+    rounded.defvjp(forward, backward)
+
+    def mix(p, x):
+        steps = jax.nn.softplus(p["steps"]) / 4
+        return rounded(x, steps[0]) @ rounded(p["out"], steps[1])
+
+    return language_model(mix, out=(DIM, DIM), steps=(2,))
+
+
 @case("a maximum over tokens, a sum over tokens")
 def rule_over_tokens() -> Case:
     """A `custom_jvp` that mixes tokens: quantization by the largest state of each row."""
