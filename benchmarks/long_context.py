@@ -8,9 +8,8 @@ The attention is cuDNN's. Each layer has `jax.checkpoint`, and so have the chunk
 GPU has 1/8 of one sequence. All rows have the same model:
 
 - zerojax: the loss is that of a whole sequence, and `sequence=` splits it.
-- by hand: the loss is that of a part, as in `examples/context_parallel.py`. It says the positions
-  of the part, exchanges tokens for heads around attention, and takes labels from the batch. ZeRO
-  is zerojax's.
+- by hand: the loss is that of a part of a sequence. It says the positions of the part, exchanges
+  tokens for heads around attention, and takes labels from the batch. ZeRO is zerojax's.
 - annotations: plain `jax.jit`. Constraints split each layer's input and output along the tokens,
   and what attention reads and returns along the heads. Weights are whole in a layer.
 
