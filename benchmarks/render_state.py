@@ -39,16 +39,16 @@ def long_context(rows):
     for row in rows:
         tokens, _, program = row["row"].partition(": ")
         if program:
-            numbers = (row["peak_gib"], row["wire_gib"], row["step_ms"] / 1e3)
-            cells.append([f"{program}, {tokens}", *(f"{number:.1f}" for number in numbers)])
-            cells[-1].append(f"{row['exposed_ms']:.0f}")
+            numbers = (f"{row[name]:.1f}" for name in ("peak_gib", "wire_gib"))
+            times = f"{row['step_ms'] / 1e3:.4g}", f"{row['exposed_ms']:.0f}"
+            cells.append([f"{program}, {tokens}", *numbers, *times])
     return ["program", "peak, GiB", "sent, GiB", "step, s", "exposed, ms"], cells
 
 
 def longest(rows):
     cells = []
     for row in rows:
-        numbers = (row["device_gib"], row["host_gib"], row["step_s"])
+        numbers = (row["device_gib"] + row["workspace_gib"], row["host_gib"], row["step_s"])
         tokens = f"{row['tokens'] / 1e6:.2f}M"
         cells.append([row["row"], tokens, *(f"{number:.0f}" for number in numbers), row["bound"]])
     header = ["GPUs", "tokens", "GPU, GiB", "host of 8, GiB", "step, s", "bounded by"]
