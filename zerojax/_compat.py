@@ -190,9 +190,7 @@ def derivatives(eqn: JaxprEqn) -> list[OpenJaxpr]:
     return [forward, backward]
 
 
-def vjp_rules(
-    eqn: JaxprEqn,
-) -> tuple[OpenJaxpr, list[int | None], OpenJaxpr, list[bool]]:
+def vjp_rules(eqn: JaxprEqn) -> tuple[OpenJaxpr, list[int | None], OpenJaxpr, list[bool]]:
     """Returns the jaxpr of forward, whose results follow what backward needs; for each of that,
     which operand it is, if any; the jaxpr of backward; and whether each operand has a gradient."""
     jaxpr, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*_no_zeros(eqn))
@@ -236,24 +234,6 @@ class Thunk:
 
     def call_wrapped(self, *zeros: bool) -> PyTree:
         return self.change(lambda: self.thunk.call_wrapped(*zeros))
-
-
-class Named(inspect.Signature):
-    """The signature of a function of any arguments, which JAX calls by these names."""
-
-    names: Sequence[str]
-
-    def bind(self, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
-        bound = super().bind(*args, **kwargs)
-        bound.arguments = dict(zip(self.names, args, strict=True))
-        return bound
-
-
-def name_arguments(function: Callable[..., PyTree], names: Sequence[str]) -> None:
-    """Names the arguments of a function `(*args)` in its programs, by which an audit knows them."""
-    signature = Named([*inspect.signature(function).parameters.values()])
-    signature.names = names
-    function.__signature__ = signature  # type: ignore
 
 
 # -- meshes and devices
@@ -398,7 +378,6 @@ def caches_of_a_run() -> list[Any]:
 # -- cuDNN's attention
 
 ATTENTION = "dot_product_attention_fwd"  # how its primitives' names begin
-FUSED_ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
 CUDNN = 91000  # any version that JAX takes; a traced program names one
 
 

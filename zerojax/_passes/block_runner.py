@@ -21,12 +21,12 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.random import threefry2x32_p
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxprs import ELEMENTWISE, is_var, line_of, primitives, type_of
+from zerojax._jaxprs import ELEMENTWISE, Atom, is_var, line_of, primitives, type_of
 from zerojax._passes.blocks import Axis, Blocks
 from zerojax._passes.parallel import IN_PLACE, parallel
 from zerojax._table import human_bytes
@@ -76,8 +76,9 @@ class Received:
     is_limited: bool = False
 
 
-Outcome: TypeAlias = "list[Tracked] | None"
-TokenRule: TypeAlias = Callable[..., Outcome]
+Ruled: TypeAlias = "list[Tracked] | None"
+TokenRule: TypeAlias = Callable[..., Ruled]
+Readings: TypeAlias = dict[Var, list[tuple[JaxprEqn, int]]]
 Layouts: TypeAlias = Sequence[Blocks | None]
 
 
@@ -104,7 +105,7 @@ class BlockRunner:
         # What waits, once computed, in this scope of JAX's and those around it.
         self.known: list[dict[tuple[int, Blocks | None], tuple[Tracked, Array]]] = [{}]
         self.callers: list[tuple[Jaxpr, JaxprEqn | None]] = []
-        self.all_readers: dict[int, dict[Any, list[tuple[JaxprEqn, int]]]] = {}
+        self.all_readers: dict[int, Readings] = {}
 
     # -- from one layout to another
 
@@ -265,7 +266,7 @@ class BlockRunner:
         values = dict(zip(jaxpr.invars, inputs, strict=True))
         values.update(zip(jaxpr.constvars, map(_whole, consts), strict=True))
 
-        def read(atom: Any) -> Tracked:
+        def read(atom: Atom) -> Tracked:
             return values[atom] if is_var(atom) else _whole(atom.val)
 
         self.callers.append((jaxpr, caller))
@@ -358,7 +359,7 @@ class BlockRunner:
                 "for whole sequences, or leave sequence= out, as examples/context_parallel.py does."
             )
 
-    def readers(self, jaxpr: Jaxpr) -> dict[Any, list[tuple[JaxprEqn, int]]]:
+    def readers(self, jaxpr: Jaxpr) -> Readings:
         """Returns the equations that read each variable, and as which operand."""
         if id(jaxpr) not in self.all_readers:
             readers = self.all_readers[id(jaxpr)] = {}
@@ -425,5 +426,5 @@ def local(eqn: JaxprEqn, shape: Shape, arrays: Sequence[Array]) -> JaxprEqn:
     return eqn.replace(params=params)
 
 
-def _whole(array: Any) -> Tracked:
+def _whole(array: ArrayLike) -> Tracked:
     return Tracked(jnp.shape(array), array)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from zerojax._jaxprs import Atom, is_var, type_of
 from zerojax._passes.block_runner import CARRIES, TOTALS, BlockRunner, Tracked
 from zerojax._passes.blocks import Blocks
 from zerojax._types import Shape
+
+Code: TypeAlias = Callable[..., list[Array]]
+Pair: TypeAlias = tuple[list[Array], list[Array]]
 
 
 class RetryError(Exception):
@@ -41,7 +44,7 @@ def scoped(eqn: JaxprEqn) -> Generator[None]:
 def call(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
     name = str(eqn.params.get("name"))
 
-    def named(code: Callable[..., Any]) -> Callable[..., Any]:
+    def named(code: Code) -> Code:
         code.__name__ = name
         return jax.jit(code)
 
@@ -53,7 +56,7 @@ def call(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked
 
 def traced(
     s: BlockRunner,
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+    wrap: Callable[[Code], Code],
     eqn: JaxprEqn,
     operands: list[Tracked],
 ) -> list[Tracked]:
@@ -92,7 +95,7 @@ def scan(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked
         below = [v.at and v.at.moved({d: d - 1 for d in range(len(v.shape))}) for v in xs]
         rows: list[tuple[Shape, Blocks | None]] = []
 
-        def body(state: list[Array], row: list[Array]) -> tuple[list[Array], list[Array]]:
+        def body(state: list[Array], row: list[Array]) -> Pair:
             inputs = [*operands[:consts], *_like(carry, state, places)]
             inputs += [Tracked(v.shape[1:], x, at) for v, x, at in zip(xs, row, below, strict=True)]
             with s.scope(length):
@@ -199,7 +202,7 @@ def custom_jvp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[T
             outputs[:] = [s.settled(v, eqn) for v in outs]
         return [v.array for v in outputs]
 
-    def jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Any, Any]:
+    def jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> Pair:
         ((rule, consts),) = _compat.derivatives(eqn)
         values = [*_refilled(inputs, primals), *_refilled(inputs, tangents)]
         with s.scope():
@@ -232,7 +235,7 @@ def custom_vjp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[T
             outputs[:] = [leave(v, eqn) for v in outs]
         return [v.array for v in outputs]
 
-    def forward(*arrays: Array) -> tuple[list[Array], list[Array]]:
+    def forward(*arrays: Array) -> Pair:
         (rule, consts), forwarded, *_ = _compat.vjp_rules(eqn)
         values = _refilled(inputs, arrays)
         with s.scope():
@@ -242,7 +245,7 @@ def custom_vjp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[T
             results = [s.array(leave(v, eqn), like.at, eqn) for v, like in pairs]
         return results, [v.array for v in kept]
 
-    def backward(residuals: list[Array], grads: list[Array]) -> tuple[Any, ...]:
+    def backward(residuals: list[Array], grads: list[Array]) -> tuple[Array | None, ...]:
         *_, (rule, consts), have = _compat.vjp_rules(eqn)
         whole = [
             s.axis.summed(g) if v.at is None else s.axis.counting(g, v.at, v.shape, 0)
@@ -284,7 +287,7 @@ def scan_of_tokens(
     counts = index * block + jnp.arange(block) < length
     jaxpr, inner = _compat.inner_jaxpr(eqn)
 
-    def body(state: list[Array], step: tuple[list[Array], Array]) -> Any:
+    def body(state: list[Array], step: tuple[list[Array], Array]) -> Pair:
         row, counts = step
         inputs = [*fixed, *_like(others[consts:], state)]
         inputs += [Tracked(v.shape[1:], x) for v, x in zip(rows, row, strict=True)]
@@ -295,7 +298,7 @@ def scan_of_tokens(
             new = [jnp.where(counts, a, b) for a, b in zip(new, state, strict=True)]
         return new, outs[carried:]
 
-    def block_of(state: list[Array]) -> tuple[list[Array], list[Array]]:
+    def block_of(state: list[Array]) -> Pair:
         options = {"reverse": reverse, "unroll": eqn.params["unroll"]}
         return lax.scan(body, state, (steps, counts), **options)
 
@@ -315,8 +318,8 @@ def scan_of_tokens(
 
 
 def in_turn(
-    s: BlockRunner, code: Callable[[Any], tuple[Any, Any]], first: list[Array], reverse: bool
-) -> tuple[list[Array], list[Array]]:
+    s: BlockRunner, code: Callable[[list[Array]], Pair], first: list[Array], reverse: bool
+) -> Pair:
     """Returns what a device after the other computes, each from what the one before returns."""
     size, name = s.axis.size, s.axis.name
     turn = size - 1 - s.axis.index if reverse else s.axis.index
@@ -342,7 +345,7 @@ def _like(
     return [Tracked(v.shape, x, at) for v, x, at in zip(values, arrays, places, strict=True)]
 
 
-def _refilled(values: Sequence[Tracked], arrays: Sequence[Any]) -> list[Tracked]:
+def _refilled(values: Sequence[Tracked], arrays: Sequence[Array]) -> list[Tracked]:
     return [dataclasses.replace(v, array=x) for v, x in zip(values, arrays, strict=True)]
 
 

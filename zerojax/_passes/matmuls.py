@@ -19,7 +19,7 @@ from zerojax._passes.block_runner import (
     TOTALS,
     BlockRunner,
     Layouts,
-    Outcome,
+    Ruled,
     Tracked,
 )
 from zerojax._passes.blocks import Blocks
@@ -27,7 +27,7 @@ from zerojax._passes.control import CONTROL
 from zerojax._passes.parallel import parallel
 
 
-def multiplied(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
+def multiplied(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
     """A matmul. Its batch dimensions and free ones stay as they are; over tokens, it sums.
 
     Where tokens meet tokens, as queries and keys do, the side whose tokens something sums over next
@@ -135,9 +135,13 @@ def _steps_to_sum(s: BlockRunner, var: Var, dim: int) -> float:
     return math.inf
 
 
+# How the primitives of cuDNN's attention begin.
+CUDNNS = (_compat.ATTENTION, _compat.ATTENTION.replace("fwd", "bwd"))
+
+
 def fused_attention(
     s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts
-) -> Outcome:
+) -> Ruled:
     """cuDNN's attention, forward or backward: on all tokens of this device's share of the heads."""
     tokens = _compat.sequence_dim(eqn)
     heads, size = 3 - tokens, s.axis.size

@@ -8,8 +8,7 @@ A rule returns the results of an equation; None where it does not apply.
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from zerojax._passes.block_runner import (
     TOTALS,
     BlockRunner,
     Layouts,
-    Outcome,
+    Ruled,
     TokenRule,
     Tracked,
 )
@@ -37,7 +36,7 @@ from zerojax._passes.parallel import SCATTERS, parallel
 # -- sums, and what is like one
 
 
-def reduced(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
+def reduced(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
     name, axes = eqn.primitive.name, eqn.params.get("axes", ())
     (value, *_), (at, *_) = operands, places
     if at is None or at.dim not in axes or name not in FILLS:
@@ -105,7 +104,7 @@ def _place_of_largest(
     return jnp.take_along_axis(all_index, device[None], 0)[0]
 
 
-def accumulated(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
+def accumulated(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
     """A cumulative sum: of a block, and what all blocks before it add up to."""
     (value,), (at,), name = operands, places, eqn.primitive.name
     if at is None or at.dim != eqn.params["axis"] or not at.is_plain or name not in FILLS:
@@ -124,7 +123,7 @@ def accumulated(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: 
     return [Tracked(value.shape, join(array, reduce(totals, axis=0).astype(array.dtype)), at)]
 
 
-JOINS: dict[str, tuple[Any, Any]] = {
+JOINS: dict[str, tuple[Callable[..., Array], Callable[..., Array]]] = {
     "cumlogsumexp": (jnp.logaddexp, jax.nn.logsumexp),
     "cumsum": (lax.add, jnp.sum),
     "cumprod": (lax.mul, jnp.prod),
@@ -170,7 +169,7 @@ def _at_starts(
         return s.axis.window(array, at.dim, size, starts, width, fill)
 
 
-def sliced(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
+def sliced(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
     (value,), (at,), params = operands, places, eqn.params
     shape = type_of(eqn.outvars[0]).shape
     if at is None or value.shape[at.dim] == shape[at.dim] or not at.is_plain:
@@ -206,7 +205,7 @@ def _unless_few(s: BlockRunner, eqn: JaxprEqn, value: Tracked) -> Tracked:
     return Tracked(value.shape, s.array(value, None, eqn, SINGLE))
 
 
-def taken_apart(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
+def taken_apart(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
     (value,), (at,), first = operands, places, 0
     if at is None or at.dim != eqn.params["axis"] or not at.is_plain:
         return None
@@ -219,7 +218,7 @@ def taken_apart(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: 
     return parts
 
 
-def padded(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
+def padded(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
     (value, fill), (at, _), config = operands, places, list(eqn.params["padding_config"])
     if at is None or config[at.dim] == (0, 0, 0) or not at.is_plain:
         return None
@@ -238,7 +237,7 @@ def padded(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layou
     return [Tracked(shape, array, Blocks(dim))]
 
 
-def joined(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
+def joined(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
     dim, shape = eqn.params["dimension"], type_of(eqn.outvars[0]).shape
     if all(at is None or at.dim != dim for at in places):
         return None
@@ -262,7 +261,7 @@ def joined(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layou
     return [Tracked(shape, result, at)]
 
 
-def reversed_(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
+def reversed_(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
     (value,), (at,), size = operands, places, s.axis.size
     if at is None or at.dim not in eqn.params["dimensions"]:
         return None
@@ -274,7 +273,7 @@ def reversed_(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: La
         return [Tracked(value.shape, lax.ppermute(array, s.axis.name, pairs), at)]
 
 
-def convolved(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
+def convolved(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
     (value, kernel), (at, other), params = operands, places, dict(eqn.params)
     lhs, rhs, out = params["dimension_numbers"]
     if at is None or other is not None or at.dim not in lhs[2:] or not at.is_plain:
@@ -292,7 +291,7 @@ def convolved(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: La
     return [_unless_few(s, eqn, Tracked(shape, out_array, Blocks(dim)))]
 
 
-def pooled(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
+def pooled(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
     (value,), (at,), params = operands, places, dict(eqn.params)
     if at is None or params["base_dilation"][at.dim] != 1 or not at.is_plain:
         return None
@@ -309,7 +308,7 @@ def pooled(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layou
 # -- elements by their place
 
 
-def picked(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
+def picked(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
     """Elements of tokens whose places are whole: each comes from the device that has it."""
     (value, index), (at, other) = operands, places
     numbers = eqn.params["dimension_numbers"]
@@ -344,7 +343,7 @@ def picked(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layou
 
 def _own_element(
     s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks, other: Blocks, column: int
-) -> Outcome:
+) -> Ruled:
     """Elements of tokens that a loss looks up by counting them, `x[jnp.arange(n), labels]`."""
     value, index = operands
     numbers = s.constant(index, column)
@@ -364,7 +363,7 @@ def _own_element(
     return [Tracked(shape, out, result)]
 
 
-def torn(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
+def torn(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
     """Tokens in chunks that end within a device's block: each chunk is split."""
     (value,), (at,), shape = operands, places, type_of(eqn.outvars[0]).shape
     if at is None or s.after(eqn, 0, at) is not None:
@@ -379,7 +378,7 @@ def torn(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts
     return None
 
 
-def cut_out(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
+def cut_out(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
     """A slice that begins at a computed place."""
     (value, *starts), (at, *_) = operands, places
     shape = type_of(eqn.outvars[0]).shape
@@ -392,7 +391,7 @@ def cut_out(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layo
     return [Tracked(shape, lax.dynamic_slice(rows, indices, eqn.params["slice_sizes"]))]
 
 
-def scattered(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Outcome:
+def scattered(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
     """Tokens added to what is whole, or single elements put into blocks of tokens."""
     value, index, updates = operands
     at, numbers = places[0], eqn.params["dimension_numbers"]

@@ -3,8 +3,7 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from jax import lax
 from jax.extend.core import JaxprEqn
@@ -70,7 +69,7 @@ def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:
         case _ if name in SCATTERS:
             maps = _of_scatter(params["dimension_numbers"], shapes)
         case _ if shapes:
-            maps[0] = _of_view(name, params, shapes[0], out)
+            maps[0] = _of_view(eqn, shapes[0], out)
         case _:
             pass
     return maps
@@ -80,9 +79,10 @@ def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:
 DIMS = {"sort": "dimension", "rev": "dimensions", "split": "axis", "concatenate": "dimension"}
 
 
-def _of_view(name: str, params: Mapping[str, Any], shape: Shape, out: Shape) -> dict[int, int]:
+def _of_view(eqn: JaxprEqn, shape: Shape, out: Shape) -> dict[int, int]:
     """Of what only moves, repeats or leaves out elements."""
-    match name:
+    params = eqn.params
+    match eqn.primitive.name:
         case "broadcast_in_dim":
             pairs = enumerate(params["broadcast_dimensions"])
             return {i: d for i, d in pairs if shape[i] == out[d]}

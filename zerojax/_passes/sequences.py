@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from jax import Array
 
-from zerojax import _compat
 from zerojax._jaxprs import type_of
 from zerojax._passes.block_runner import (
     OTHERS,
@@ -24,7 +23,7 @@ from zerojax._passes.block_runner import (
 from zerojax._passes.blocks import Axis, Blocks
 from zerojax._passes.control import CONTROL
 from zerojax._passes.loss import Loss
-from zerojax._passes.matmuls import fused_attention, multiplied
+from zerojax._passes.matmuls import CUDNNS, fused_attention, multiplied
 from zerojax._passes.mixing import MIXING
 from zerojax._table import human_bytes
 
@@ -32,7 +31,7 @@ RULES: dict[str, TokenRule] = {**MIXING, "dot_general": multiplied}
 
 
 def rule_of(name: str) -> TokenRule | None:
-    return fused_attention if name.startswith(_compat.FUSED_ATTENTION) else RULES.get(name)
+    return fused_attention if name.startswith(CUDNNS) else RULES.get(name)
 
 
 def split_sequences(

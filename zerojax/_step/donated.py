@@ -5,12 +5,11 @@ argument. Those leaves are not donated but deleted: JAX frees them when the prog
 """
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 
-from zerojax import _compat
 from zerojax._types import PyTree
 
 
@@ -38,7 +37,7 @@ class PartlyDonated:
             paths = jax.tree_util.tree_leaves_with_path(dict(bound))
             names = {at: path[0].key + jax.tree_util.keystr(path[1:]) for path, at in paths}
             flat.__name__ = self.function.__name__
-            _compat.name_arguments(flat, [names[at] for at in range(len(leaves))])
+            _name_arguments(flat, [names[at] for at in range(len(leaves))])
             state = jax.tree.leaves(next(iter(bound.values())))
             kept = [state[k] for k in self.kept]
             donated = [at for at in state if at not in kept]
@@ -70,3 +69,21 @@ class PartlyDonated:
 
     def _cache_size(self) -> int:
         return sum(jitted._cache_size() for jitted, _ in self.by_tree.values())
+
+
+class Named(inspect.Signature):
+    """The signature of a function of any arguments, which JAX calls by these names."""
+
+    names: Sequence[str]
+
+    def bind(self, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+        bound = super().bind(*args, **kwargs)
+        bound.arguments = dict(zip(self.names, args, strict=True))
+        return bound
+
+
+def _name_arguments(function: Callable[..., PyTree], names: Sequence[str]) -> None:
+    """Names the arguments of a function `(*args)` in its programs, by which an audit knows them."""
+    signature = Named([*inspect.signature(function).parameters.values()])
+    signature.names = names
+    function.__signature__ = signature  # type: ignore
