@@ -102,7 +102,7 @@ class BlockRunner:
         self.axis, self.most_gathered = axis, most_gathered
         self.control, self.rules = control, rules
         self.regions = [Region()]
-        # What waits, once computed, in this scope of JAX's and those around it.
+        # What waits, once computed, and what was moved, in this scope of JAX's and those around it.
         self.known: list[dict[tuple[int, Blocks | None], tuple[Tracked, Array]]] = [{}]
         self.callers: list[tuple[Jaxpr, JaxprEqn | None]] = []
         self.all_readers: dict[int, Readings] = {}
@@ -111,15 +111,20 @@ class BlockRunner:
 
     def array(self, value: Tracked, at: Blocks | None, eqn: JaxprEqn, what: str = OTHERS) -> Array:
         """Returns a value in these blocks, or whole. `eqn` needs it, and `what` it is for it."""
-        if value.eqn is not None:
-            for known in self.known:
-                if (id(value), at) in known:
-                    return known[id(value), at][1]
-            array = self.computed(value, value.eqn, at, eqn, what)
-            self.known[-1][id(value), at] = value, array
-            return array
-        if value.at == at or not value.shape:
+        if value.eqn is None and (value.at == at or not value.shape):
             return value.array
+        for known in self.known:
+            if (id(value), at) in known:
+                return known[id(value), at][1]
+        if value.eqn is not None:
+            array = self.computed(value, value.eqn, at, eqn, what)
+        else:
+            array = self.moved(value, at, eqn, what)
+        self.known[-1][id(value), at] = value, array
+        return array
+
+    def moved(self, value: Tracked, at: Blocks | None, eqn: JaxprEqn, what: str) -> Array:
+        """Returns a value in other blocks than it is."""
         array = jnp.asarray(value.array)
         if value.at is None:
             return array if at is None else self.axis.cut(array, at)
@@ -212,6 +217,13 @@ class BlockRunner:
         value = self.settled(value, eqn)
         home = value.at.home if value.at else None
         return Tracked(value.shape, self.array(value, home, eqn), home) if home else value
+
+    def as_read(self, value: Tracked) -> Tracked:
+        """Returns a value in the blocks for which this scope exchanged it, if it did."""
+        for (key, at), (_, array) in self.known[-1].items():
+            if key == id(value) and value.at and at:
+                return Tracked(value.shape, array, at)
+        return value
 
     # -- what is sent
 

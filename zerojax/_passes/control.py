@@ -225,7 +225,7 @@ def custom_vjp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[T
     jaxpr, consts = _compat.inner_jaxpr(eqn)
     inputs = [s.settled(v, eqn) for v in operands]
     outputs, kept = list[Tracked](), list[Tracked]()
-    # What was split over heads here goes home; what forward keeps of it does not.
+    # What was split over heads here goes home; what forward keeps for backward does not.
     leave = s.settled if any(v.at and v.at.home for v in inputs) else s.at_home
 
     @jax.custom_vjp
@@ -240,7 +240,7 @@ def custom_vjp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[T
         values = _refilled(inputs, arrays)
         with s.scope():
             outs = iter([s.settled(v, eqn) for v in s.run(rule, consts, values)])
-            kept[:] = [next(outs) if at is None else values[at] for at in forwarded]
+            kept[:] = [next(outs) if at is None else s.as_read(values[at]) for at in forwarded]
             pairs = zip(outs, outputs, strict=True)
             results = [s.array(leave(v, eqn), like.at, eqn) for v, like in pairs]
         return results, [v.array for v in kept]
