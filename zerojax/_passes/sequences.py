@@ -68,7 +68,8 @@ def split_sequences(
             is_even = at and at.is_plain and value.shape[at.dim] % size == 0
             at = at if stays and is_even and at and at.dim else None
             out_dims.append(at and at.dim)
-            results.append(splitter.array(value, at, loss.jaxpr.eqns[-1], "an output"))
+            results.append(splitter.array(value, at, loss.jaxpr.eqns[-1]))
+        splitter.known = [{}]  # users' derivatives run later, on other arrays
         return results
 
     result = loss.retraced(code, *types)
