@@ -19,9 +19,7 @@ MODEL = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize(
-    ("remat", "count"), [("none", 8), ("full", 12)], ids=["no remat", "remat"]
-)
+@pytest.mark.parametrize(("remat", "count"), [("none", 8), ("full", 12)], ids=["no remat", "remat"])
 def test_what_attention_keeps_for_backward_is_in_heads(remat, count):
     """The result goes to its tokens, and its copy for backward stays in heads."""
     mesh = zerojax.aot.mesh("8xH100", shape=(1, 8), axis_names=("data", "sequence"))
