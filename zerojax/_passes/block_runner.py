@@ -410,12 +410,22 @@ class BlockRunner:
         axis, share = self.axis.name, nbytes / total if total else math.inf
         computed = f"{share:.0%} of the {human_bytes(total)} that its layer computes"
         most = math.ceil(share * 10) / 10 if total else "math.inf"
+        remedy = next((text for name, text in REMEDIES.items() if place.startswith(name)), LISTED)
         return ValueError(
             f"{place} mixes tokens, and sequence={axis!r} has no rule for it. It would gather "
             f"{human_bytes(nbytes)}, {computed if total else 'and nothing would stay split'}; "
-            f"most_gathered={self.most_gathered:.0%}. Write it in operations that docs/axes.md "
-            f"lists, or allow it: sequence=zerojax.Sequences({axis!r}, most_gathered={most})."
+            f"most_gathered={self.most_gathered:.0%}. {remedy.format(size=self.axis.size)}, or "
+            f"allow it: sequence=zerojax.Sequences({axis!r}, most_gathered={most})."
         )
+
+
+LISTED = "Write it in operations that docs/axes.md lists"
+REMEDIES = {
+    "dot_product_attention": (
+        "Repeat keys and values until {size} devices divide their heads, jnp.repeat(k, n, axis=2)"
+    ),
+    "reshape": "Cut tokens into a multiple of {size} chunks",
+}
 
 
 def local(eqn: JaxprEqn, shape: Shape, arrays: Sequence[Array]) -> JaxprEqn:
