@@ -128,9 +128,10 @@ class BlockRunner:
         array = jnp.asarray(value.array)
         if value.at is None:
             return array if at is None else self.axis.cut(array, at)
-        if at is None:
+        if at is None or not (at.is_plain and value.at.is_plain):
             with self.sending(what, eqn, value.nbytes):
-                return self.axis.gathered(array, value.at, value.shape)
+                array = self.axis.gathered(array, value.at, value.shape)
+            return self.axis.cut(array, at) if at else array
         with self.sending(HEADS, eqn, value.nbytes // self.axis.size):
             return self.axis.exchanged(array, value.at, at, value.shape)
 
@@ -368,7 +369,8 @@ class BlockRunner:
             raise ValueError(
                 f"the loss names the mesh axis {self.axis.name!r} ({eqn.primitive.name}), and "
                 f"sequence={self.axis.name!r} has zerojax split sequences over it. Write the loss "
-                "for whole sequences, or leave sequence= out, as examples/context_parallel.py does."
+                "for whole sequences; or leave sequence= out, and pass "
+                f"axis=('data', {self.axis.name!r})."
             )
 
     def readers(self, jaxpr: Jaxpr) -> Readings:
@@ -408,7 +410,7 @@ class BlockRunner:
 
     def refused(self, place: str, nbytes: int, total: int) -> ValueError:
         axis, share = self.axis.name, nbytes / total if total else math.inf
-        computed = f"{share:.0%} of the {human_bytes(total)} that its layer computes"
+        computed = f"{share:.1%} of the {human_bytes(total)} that its layer computes"
         most = math.ceil(share * 10) / 10 if total else "math.inf"
         remedy = next((text for name, text in REMEDIES.items() if place.startswith(name)), LISTED)
         return ValueError(

@@ -55,9 +55,10 @@ class Blocks:
                 outer, inner = before // done, after // left
                 if length > 1 and outer * tokens * inner == length:
                     return Blocks(dim, outer, 1 if tokens % size == 0 else inner)
-            # The dimension is taken apart, and its first part has whole blocks.
-            if done == before and length * left == tokens * after and length % size == 0:
-                return Blocks(dim)
+            # All devices have as much of what is next to each other, before and after.
+            outer, rest = divmod(before, done)
+            if rest == 0 == tokens % size and length % outer == 0 == length // outer % size:
+                return Blocks(dim, outer)
             done *= length
         return None
 
@@ -107,8 +108,6 @@ class Axis:
 
     def exchanged(self, value: Array, at: Blocks, to: Blocks, shape: Shape) -> Array:
         """Returns the blocks along another dimension."""
-        if not (at.is_plain and to.is_plain):
-            return self.cut(self.gathered(value, at, shape), to)
         value = lengthened(value, to.dim, self.block(shape[to.dim]) * self.size)
         value = lax.all_to_all(value, self.name, to.dim, at.dim, tiled=True)
         return lax.slice_in_dim(value, 0, shape[at.dim], axis=at.dim)

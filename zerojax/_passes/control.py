@@ -280,21 +280,27 @@ def scan_of_tokens(
     """
     consts, carried = _compat.scan_counts(eqn.params)
     length, reverse = eqn.params["length"], eqn.params["reverse"]
+    jaxpr, inner = _compat.inner_jaxpr(eqn)
+    pairs = zip(jaxpr.invars[consts : consts + carried], jaxpr.outvars, strict=False)
+    adds_up = all(_adds_up(jaxpr, *pair) for pair in pairs)
+    # Sums may have the steps in any order, a carry in its own.
+    places = (v.at for v in rows if v.at and v.at.dim == 0)
+    at = next(places) if adds_up else Blocks(0)
+    at = dataclasses.replace(at, home=None)
     fixed = [Tracked(v.shape, s.array(v, None, eqn)) for v in others[:consts]]
     first = [jnp.asarray(s.array(v, None, eqn)) for v in others[consts:]]
-    steps = [s.array(v, Blocks(0), eqn) for v in rows]
-    block, index = s.axis.block(length), s.axis.index
-    counts = index * block + jnp.arange(block) < length
-    jaxpr, inner = _compat.inner_jaxpr(eqn)
+    steps = [s.array(v, at, eqn) for v in rows]
+    (count,) = s.axis.local((length,), at)
+    counts = s.axis.counting(jnp.ones(count, bool), at, (length,), False)
 
     def body(state: list[Array], step: tuple[list[Array], Array]) -> Pair:
         row, counts = step
         inputs = [*fixed, *_like(others[consts:], state)]
         inputs += [Tracked(v.shape[1:], x) for v, x in zip(rows, row, strict=True)]
-        with s.scope(block):
+        with s.scope(count):
             outs = [s.array(v, None, eqn) for v in s.run(jaxpr, inner, inputs, eqn)]
         new = outs[:carried]
-        if length % s.axis.size:
+        if at.length((length,)) % s.axis.size:
             new = [jnp.where(counts, a, b) for a, b in zip(new, state, strict=True)]
         return new, outs[carried:]
 
@@ -303,8 +309,7 @@ def scan_of_tokens(
         return lax.scan(body, state, (steps, counts), **options)
 
     with scoped(eqn):
-        pairs = zip(jaxpr.invars[consts : consts + carried], jaxpr.outvars, strict=False)
-        if all(_adds_up(jaxpr, *pair) for pair in pairs):
+        if adds_up:
             sums, ys = block_of(list(map(jnp.zeros_like, first)))
             with s.sending(TOTALS, eqn, sum(map(_nbytes, sums))):
                 state = [a + s.axis.summed(b) for a, b in zip(first, sums, strict=True)]
@@ -313,7 +318,7 @@ def scan_of_tokens(
             with s.sending(CARRIES, eqn, turns * sum(map(_nbytes, first))):
                 state, ys = in_turn(s, block_of, first, reverse)
     shapes = [type_of(v).shape for v in eqn.outvars[carried:]]
-    above = [Tracked(shape, y, Blocks(0)) for shape, y in zip(shapes, ys, strict=True)]
+    above = [Tracked(shape, y, at) for shape, y in zip(shapes, ys, strict=True)]
     return [*_like(others[consts:], state), *above]
 
 

@@ -93,6 +93,8 @@ def _of_view(eqn: JaxprEqn, shape: Shape, out: Shape) -> dict[int, int]:
             return {d: i for i, d in enumerate(kept)}
         case "slice" | "dynamic_slice":
             return {d: d for d, n in enumerate(shape) if n == out[d]}
+        case "unstack":
+            return {d: d - (d > params["axis"]) for d in range(len(shape)) if d != params["axis"]}
         case "tile":
             return {d: d for d, times in enumerate(params["reps"]) if times == 1}
         case "pad":
