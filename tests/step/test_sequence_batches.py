@@ -269,3 +269,11 @@ def test_a_bad_value_is_found_in_whole_sequences():
 
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"Invalid value|invalid"):
         zerojax.train_step(bad)(placed(), batch_of(tokens=18))
+
+
+def test_what_fills_the_last_block_has_a_derivative():
+    """That of a norm has none at 0."""
+    of_norms = lambda params, x: jnp.mean(jnp.linalg.norm(x @ params["w"], axis=-1))
+    x, state = batch_of(tokens=18)["x"], placed()
+    grads = jax.jit(zerojax.value_and_grad(of_norms, state.tx.plan))(state.params, x)[1]
+    assert_close(grads, jax.grad(of_norms)(PARAMS, x), 1e-5)

@@ -15,7 +15,7 @@ import zerojax
 from tests.support.compared import mesh_of
 from tests.support.reference import split_aux
 from tests.support.sequences import CASES, GATHERS, SPLIT, Case
-from tests.support.sequences.table import heads_of, normal, softmax_attention
+from tests.support.sequences.table import heads_of, normal
 
 MESHES = {
     "2x4": {"data": 2, "sequence": 4},
@@ -28,8 +28,8 @@ attention_is_causal attention_local_window attention_by_queries window_by_chunks
 rope_of_positions packed_documents bert t5 whisper vit diffusion batch_norm linen_scan_grouped
 linen_dropout nnx_loop equinox flat_labels chunked_by_scan losses_by_token preferences
 same_convolution shift_by_roll running_mean max_pooling_with_ties argmax_over_tokens sorted_tokens
-straight_through physics experts_with_capacity linear_attention_by_scan associative_scan mamba
-accelerate_4177_windows accelerate_4177_linear verl_2857_by_token
+learned_steps physics experts_with_capacity linear_attention_by_scan associative_scan mamba
+accelerate_4177_windows accelerate_4177_linear gated_cell verl_2857_by_token
 """
 QUICK = NAMES.split()
 EVERYWHERE = ["linen_scan_grouped", "t5", "accelerate_4177_windows"]
@@ -161,21 +161,41 @@ def test_an_operand_that_would_be_made_whole_is_refused(name):
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "sends"),
     [
-        (24, 48, 2, "12.0 KiB of keys and values"),  # too few heads
-        (96, 24, 4, "6.0 KiB of keys and values"),
-        (24, 96, 4, "7.5 KiB of tokens in exchange for heads"),
-        (24, 24, 4, "3.0 KiB of tokens in exchange for heads"),
+        (24, 48, 2, "36.0 KiB of keys and values"),  # too few heads
+        (96, 24, 4, "18.0 KiB of keys and values"),
+        (24, 96, 4, "22.5 KiB of tokens in exchange for heads"),
+        (24, 24, 4, "9.0 KiB of tokens in exchange for heads"),
     ],
 )
 def test_attention_sends_the_cheaper_of_keys_and_heads(queries, keys, heads, sends):
-    def loss(params, batch):
-        q, k, v = (heads_of(batch[name] @ params["w"], heads) for name in "xyy")
-        return jnp.mean(softmax_attention(q, k, v) ** 2)
+    """In each of 3 layers."""
 
-    make = lambda: zerojax.ModuleState.create({"w": jnp.ones((16, 16))}, optax.sgd(0.1))
-    plan = zerojax.plan(make, mesh=mesh_of(MESHES["2x4"]), sequence="sequence")
-    batch = {"x": normal(4, queries, 16), "y": normal(4, keys, 16)}
-    step = zerojax.train_step(loss, plan=plan)
-    step.trace(plan.abstract(), batch)
-    lines = [line.split("receives ")[1] for line in repr(step).splitlines() if "receives" in line]
+    def loss(params, batch):
+        def layer(x, w):
+            q, k, v = (heads_of(a @ w, heads) for a in (x, batch["y"], batch["y"]))
+            probs = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bqhk", q, k))
+            return jnp.einsum("bqhk,bkhd->bqhd", probs, v).reshape(x.shape), None
+
+        return jnp.mean(jax.lax.scan(layer, batch["x"], params["w"])[0] ** 2)
+
+    lines = traced(loss, {"x": normal(4, queries, 16), "y": normal(4, keys, 16)})[0]
     assert lines == [f"{sends} in forward", "4 B of sums over tokens in forward"]
+
+
+def traced(loss: Any, *args: Any) -> tuple[list[str], str]:
+    """What a step says that devices receive, and its jaxpr."""
+    make = lambda: zerojax.ModuleState.create({"w": jnp.ones((3, 16, 16))}, optax.sgd(0.1))
+    plan = zerojax.plan(make, mesh=mesh_of(MESHES["2x4"]), sequence="sequence")
+    step = zerojax.train_step(loss, plan=plan)
+    jaxpr = str(step.trace(plan.abstract(), *args).jaxpr)
+    lines = [line.split("receives ")[1] for line in repr(step).splitlines() if "receives" in line]
+    return lines, jaxpr
+
+
+def test_random_numbers_are_drawn_for_a_block():
+    def loss(params, x, rng):
+        x = x @ params["w"][0]
+        return jnp.mean(jnp.where(jax.random.bernoulli(rng, 0.8, x.shape), x, 0) ** 2)
+
+    jaxpr = traced(loss, normal(4, 24, 16), jax.random.key(0))[1]
+    assert "random_bits" not in jaxpr and "threefry2x32" in jaxpr

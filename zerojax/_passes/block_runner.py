@@ -328,8 +328,8 @@ class BlockRunner:
             return any(wait) and all(o.shape[-1] == 1 for o in operands)
         if name == "gather":
             return wait[1] and not wait[0] and operands[0].at is None
-        arrays = [o for o, waits in zip(operands, wait, strict=True) if o.shape and not waits]
-        return any(wait) and not arrays
+        arrays = [o for o, waits in zip(operands, wait, strict=True) if not waits]
+        return any(wait) and all(np.prod(o.shape) == 1 for o in arrays)
 
     def bound(
         self,
