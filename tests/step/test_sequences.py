@@ -174,7 +174,7 @@ def test_attention_sends_the_cheaper_of_keys_and_heads(queries, keys, heads, sen
         def layer(x, w):
             q, k, v = (heads_of(a @ w, heads) for a in (x, batch["y"], batch["y"]))
             probs = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bqhk", q, k))
-            return jnp.einsum("bqhk,bkhd->bqhd", probs, v).reshape(x.shape), None
+            return jnp.einsum("bkhd,bqhk->bqhd", v, probs).reshape(x.shape), None
 
         return jnp.mean(jax.lax.scan(layer, batch["x"], params["w"])[0] ** 2)
 
