@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from zerojax._jaxprs import ELEMENTWISE, Atom, is_var, line_of, primitives, type
 from zerojax._passes.blocks import Axis, Blocks
 from zerojax._passes.parallel import IN_PLACE, parallel
 from zerojax._table import human_bytes
-from zerojax._types import Shape
+from zerojax._types import PyTree, Shape
 
 # What a value may wait for: no one needs it before something says which block.
 WAITING = ELEMENTWISE - primitives("optimization_barrier sharding_constraint device_put") | (
@@ -53,7 +53,7 @@ class Tracked:
     """
 
     shape: Shape
-    array: Any = None
+    array: PyTree = None
     at: Blocks | None = None
     eqn: JaxprEqn | None = None
     operands: tuple["Tracked", ...] = ()
