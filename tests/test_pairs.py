@@ -36,7 +36,7 @@ def test_what_has_failed_together_is_in_a_row(levels):
 
 def test_defaults_are_first_levels():
     first = {name: levels[0] for name, levels in FACTORS.items()}
-    at_random = {"packed": "", "replayed": 0}  # which only rows at random have
+    at_random = {"packed": "", "replayed": 0, "explicit": False}  # which only rows at random have
     assert dataclasses.asdict(Row()) == first | at_random
 
 

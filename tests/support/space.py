@@ -51,6 +51,7 @@ class Row:
     skip: bool = False  # what is not finite
     packed: str = ""  # the codes in which frozen matrices rest
     replayed: int = 0  # every so many steps run twice
+    explicit: bool = False  # axes of the mesh
     source: str = "arrays"  # of the state: trained ones, a function, a checkpoint of another row
 
     def __str__(self) -> str:
@@ -364,6 +365,7 @@ def walk(seed: int, number: int) -> Row:
         levels |= {"layout": CHAINS[number], "codes": "reduce=int8"}
     if rng.random() < 0.1:  # a second program; a row takes two or three steps
         levels["replayed"] = rng.choice((1, 2))
+    levels["explicit"] = rng.random() < 0.15
     return Row(**levels)
 
 
