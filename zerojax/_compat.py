@@ -181,13 +181,18 @@ OpenJaxpr = tuple[Jaxpr, Sequence[ArrayLike]]  # an open jaxpr, and its constant
 
 def derivatives(eqn: JaxprEqn) -> list[OpenJaxpr]:
     """Returns the jaxprs of the derivative that a user wrote for an equation, with constants."""
-    if thunk := eqn.params.get("jvp_jaxpr_fun"):
-        jaxpr, consts, *_ = thunk.call_wrapped(*_no_zeros(eqn))
-        return [(jaxpr, consts)]
+    if eqn.params.get("jvp_jaxpr_fun"):
+        return [jvp_rule(eqn)[0]]
     if not eqn.params.get("fwd_jaxpr_thunk"):
         return []
     forward, _, backward, _ = vjp_rules(eqn)
     return [forward, backward]
+
+
+def jvp_rule(eqn: JaxprEqn) -> tuple[OpenJaxpr, list[bool]]:
+    """Returns the jaxpr of results and then their tangents, and which results have one."""
+    jaxpr, consts, zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*_no_zeros(eqn))
+    return (jaxpr, consts), [not zero for zero in zeros]
 
 
 def vjp_rules(eqn: JaxprEqn) -> tuple[OpenJaxpr, list[int | None], OpenJaxpr, list[bool]]:
@@ -221,8 +226,10 @@ def bind(eqn: JaxprEqn, values: Sequence[ArrayLike]) -> list[Array]:
     JAX's own evaluator does that bookkeeping; giving it a jaxpr of one equation needs no
     private module.
     """
-    pairs = zip(eqn.invars, values, strict=True)
-    inputs = {v: x for v, x in pairs if not isinstance(v, Literal)}
+    # A variable that an equation reads twice may have two values, where they are parts.
+    invars = [v if isinstance(v, Literal) else fresh(v) for v in eqn.invars]
+    inputs = {v: x for v, x in zip(invars, values, strict=True) if not isinstance(v, Literal)}
+    eqn = eqn.replace(invars=invars)
     return run_jaxpr(make_jaxpr([eqn], list(inputs), eqn.outvars), list(inputs.values()))
 
 

@@ -10,6 +10,7 @@ What has no rule gathers its operands, which is exact, and is reported, or refus
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -58,7 +59,7 @@ class Tracked:
     eqn: JaxprEqn | None = None
     operands: tuple["Tracked", ...] = ()
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """The bytes of the arrays that it is computed from, as if they were whole."""
         if self.eqn is not None:
@@ -106,6 +107,7 @@ class BlockRunner:
         self.known: list[dict[tuple[int, Blocks | None], tuple[Tracked, Array]]] = [{}]
         self.callers: list[tuple[Jaxpr, JaxprEqn | None]] = []
         self.all_readers: dict[int, Readings] = {}
+        self.naturals: dict[Tracked, Blocks | None] = {}
 
     # -- from one layout to another
 
@@ -193,11 +195,11 @@ class BlockRunner:
         """Returns the blocks in which a value is, or that it has without a word to others."""
         if value.eqn is None:
             return value.at
-        for k, operand in enumerate(value.operands):
-            place = self.natural(operand)
-            if place := place and self.after(value.eqn, k, place):
-                return place
-        return None
+        if value not in self.naturals:
+            places = ((k, self.natural(v)) for k, v in enumerate(value.operands))
+            moved = (at and self.after(value.eqn, k, at) for k, at in places)
+            self.naturals[value] = next(filter(None, moved), None)
+        return self.naturals[value]
 
     def after(self, eqn: JaxprEqn, k: int, at: Blocks) -> Blocks | None:
         """Returns the blocks of a result whose operand `k` is in these."""
@@ -262,7 +264,8 @@ class BlockRunner:
         """Raises for an operation that gathers too much of what its layer computes."""
         totals = Counter[str]()
         for sent in region.sent:
-            totals[sent.place] += sent.nbytes * sent.is_limited
+            line = sent.place.partition(", ")[0].rstrip(")") + ")"  # of all layers
+            totals[line] += sent.nbytes * sent.is_limited
         for place, nbytes in totals.items():
             if nbytes > self.most_gathered * region.nbytes:
                 raise self.refused(place, nbytes, region.nbytes)
@@ -276,8 +279,9 @@ class BlockRunner:
         inputs: Sequence[Tracked],
         caller: JaxprEqn | None = None,
     ) -> list[Tracked]:
-        values = dict(zip(jaxpr.invars, inputs, strict=True))
-        values.update(zip(jaxpr.constvars, map(_whole, consts), strict=True))
+        # From 0.12 on, the first inputs of a user's derivative are its constants.
+        names = [*jaxpr.constvars, *jaxpr.invars]
+        values = dict(zip(names, [*map(_whole, consts), *inputs], strict=True))
 
         def read(atom: Atom) -> Tracked:
             return values[atom] if is_var(atom) else _whole(atom.val)
@@ -329,7 +333,8 @@ class BlockRunner:
         if name == "gather":
             return wait[1] and not wait[0] and operands[0].at is None
         arrays = [o for o, waits in zip(operands, wait, strict=True) if not waits]
-        return any(wait) and all(np.prod(o.shape) == 1 for o in arrays)
+        # What grows may wait: each block is computed from less than it has.
+        return any(wait) and all(np.prod(o.shape) < np.prod(shape) for o in arrays)
 
     def bound(
         self,

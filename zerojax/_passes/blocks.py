@@ -143,8 +143,9 @@ class Axis:
         fill: ArrayLike | None = None,
     ) -> Array:
         """Returns so many elements, from each device's start on, of blocks along a dimension of so
-        much length. Outside of it, they are `fill`, or some number."""
+        much length. Outside of it, they are `fill`, or some element."""
         block, (left, right) = self.block(length), self.reach(length, starts, width)
+        some = lax.slice_in_dim(value, 0, 1, axis=dim)
         hops = -(-left // block), -(-right // block)
         if sum(hops) > 2:  # a device has some of everyone's
             offsets = starts
@@ -157,11 +158,20 @@ class Axis:
             widths = [(low, high) if d == dim else (0, 0) for d in range(value.ndim)]
             value = jnp.pad(value, widths, mode="edge")
         value = lax.dynamic_slice_in_dim(value, self.own(offsets) + low, width, dim)
-        if fill is None or (min(starts) >= 0 and max(starts) + width <= length):
+        if min(starts) >= 0 and max(starts) + width <= length:
             return value
         places = lax.broadcasted_iota(jnp.int32, value.shape, dim) + self.own(starts)
         inside = (places >= 0) & (places < length)
+        if fill is None:  # zeros may lead to NaNs in a derivative
+            return lax.select(inside, value, jnp.broadcast_to(some, value.shape))
         return jnp.where(inside, value, jnp.asarray(fill, value.dtype))
+
+    def harmless(self, value: Array, at: Blocks, shape: Shape) -> Array:
+        """Returns the blocks with numbers that have derivatives in place of what does not count."""
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            return value
+        numbers = jnp.linspace(0.25, 0.75, value.size, dtype=value.dtype).reshape(value.shape)
+        return self.counting(value, at, shape, numbers)
 
     def own(self, numbers: Sequence[int]) -> Array:
         """Returns this device's number."""
@@ -207,7 +217,8 @@ class Axis:
             return result, self.summed(jnp.sum(jnp.where(hits, tangent, 0), axes)) / count
 
         extreme.defjvp(jvp)
-        return extreme(value)
+        # XLA might compute it twice, with results that are not equal.
+        return extreme(lax.optimization_barrier(value))
 
 
 def _with(shape: Shape, dim: int, length: int) -> Shape:

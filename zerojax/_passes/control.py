@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
@@ -20,7 +21,7 @@ from zerojax import _compat
 from zerojax._jaxprs import Atom, is_var, type_of
 from zerojax._passes.block_runner import CARRIES, TOTALS, BlockRunner, Tracked
 from zerojax._passes.blocks import Blocks
-from zerojax._types import Shape
+from zerojax._types import Shape, is_key
 
 Code: TypeAlias = Callable[..., list[Array]]
 Pair: TypeAlias = tuple[list[Array], list[Array]]
@@ -203,13 +204,17 @@ def custom_jvp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[T
         return [v.array for v in outputs]
 
     def jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> Pair:
-        ((rule, consts),) = _compat.derivatives(eqn)
+        (rule, consts), have = _compat.jvp_rule(eqn)
         values = [*_refilled(inputs, primals), *_refilled(inputs, tangents)]
         with s.scope():
-            outs = s.run(rule, consts, values)
-            pairs = zip(outs, [*outputs, *outputs], strict=True)
-            arrays = [s.array(v, like.at, eqn) for v, like in pairs]
-        return arrays[: len(outputs)], arrays[len(outputs) :]
+            outs = iter(s.run(rule, consts, values))
+            results = [s.array(next(outs), like.at, eqn) for like in outputs]
+
+            def tangent(like: Tracked, has: bool) -> Array:
+                zero = np.zeros(s.axis.local(like.shape, like.at), jax.dtypes.float0)
+                return s.array(next(outs), like.at, eqn) if has else jnp.asarray(zero)
+
+            return results, [tangent(*each) for each in zip(outputs, have, strict=True)]
 
     code.defjvp(jvp)
     with scoped(eqn):
@@ -247,24 +252,31 @@ def custom_vjp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[T
 
     def backward(residuals: list[Array], grads: list[Array]) -> tuple[Array | None, ...]:
         *_, (rule, consts), have = _compat.vjp_rules(eqn)
-        whole = [
-            s.axis.summed(g) if v.at is None else s.axis.counting(g, v.at, v.shape, 0)
-            for v, g in zip(outputs, grads, strict=True)
-        ]
+        whole = [_whole_gradient(s, v, g) for v, g in zip(outputs, grads, strict=True)]
         with s.scope():
-            values = [*_refilled(kept, residuals), *_refilled(outputs, whole)]
+            values = [*_refilled(kept, residuals), *whole]
             grads_of = iter(s.run(rule, consts, values))
 
             def grad(like: Tracked) -> Array:
                 array = s.array(next(grads_of), like.at, eqn)
-                is_shared = like.at is None and array.dtype != jax.dtypes.float0
-                return array / s.axis.size if is_shared else array
+                if like.at:
+                    return s.axis.counting(array, like.at, like.shape, 0)
+                return array if array.dtype == jax.dtypes.float0 else array / s.axis.size
 
             return tuple(grad(v) if has else None for v, has in zip(inputs, have, strict=True))
 
     code.defvjp(forward, backward)
     with scoped(eqn):
         return _refilled(outputs, code(*(v.array for v in inputs)))
+
+
+def _whole_gradient(s: BlockRunner, result: Tracked, grad: Array) -> Tracked:
+    """Returns the gradient of a result, as on one device."""
+    if grad.dtype == jax.dtypes.float0:  # of integers
+        return Tracked(result.shape, np.zeros(result.shape, grad.dtype))
+    if result.at is None:
+        return Tracked(result.shape, s.axis.summed(grad))
+    return Tracked(result.shape, s.axis.counting(grad, result.at, result.shape, 0), result.at)
 
 
 # -- a loop over tokens
@@ -288,18 +300,20 @@ def scan_of_tokens(
     at = next(places) if adds_up else Blocks(0)
     at = dataclasses.replace(at, home=None)
     fixed = [Tracked(v.shape, s.array(v, None, eqn)) for v in others[:consts]]
-    first = [jnp.asarray(s.array(v, None, eqn)) for v in others[consts:]]
+    carry = [jnp.asarray(s.array(v, None, eqn)) for v in others[consts:]]
+    first = list(map(_as_words, carry))  # of keys there are no sums
     steps = [s.array(v, at, eqn) for v in rows]
     (count,) = s.axis.local((length,), at)
     counts = s.axis.counting(jnp.ones(count, bool), at, (length,), False)
 
     def body(state: list[Array], step: tuple[list[Array], Array]) -> Pair:
         row, counts = step
-        inputs = [*fixed, *_like(others[consts:], state)]
+        values = map(_as_keys, state, carry)
+        inputs = [*fixed, *_like(others[consts:], list(values))]
         inputs += [Tracked(v.shape[1:], x) for v, x in zip(rows, row, strict=True)]
         with s.scope(count):
             outs = [s.array(v, None, eqn) for v in s.run(jaxpr, inner, inputs, eqn)]
-        new = outs[:carried]
+        new = list(map(_as_words, outs[:carried]))
         if at.length((length,)) % s.axis.size:
             new = [jnp.where(counts, a, b) for a, b in zip(new, state, strict=True)]
         return new, outs[carried:]
@@ -319,7 +333,17 @@ def scan_of_tokens(
                 state, ys = in_turn(s, block_of, first, reverse)
     shapes = [type_of(v).shape for v in eqn.outvars[carried:]]
     above = [Tracked(shape, y, at) for shape, y in zip(shapes, ys, strict=True)]
-    return [*_like(others[consts:], state), *above]
+    return [*_like(others[consts:], list(map(_as_keys, state, carry))), *above]
+
+
+def _as_words(value: Array) -> Array:
+    return jax.random.key_data(value) if is_key(value) else value
+
+
+def _as_keys(value: Array, like: Array) -> Array:
+    return (
+        jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if is_key(like) else value
+    )
 
 
 def in_turn(

@@ -59,7 +59,8 @@ def multiplied(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: L
             for v, place in zip(operands, both, strict=True)
         ]
         # A weight that mixes tokens returns tokens, along a dimension of its own.
-        mixed = [] if other else [d for d in maps[1 - k].values() if shape[d] >= s.axis.size]
+        free = [d for old, d in maps[1 - k].items() if old not in batch[1 - k]]
+        mixed = [] if other else [d for d in free if shape[d] >= s.axis.size]
         with s.sending(OTHERS if mixed else TOTALS, eqn, nbytes(eqn.outvars)):
             out = s.axis.summed(_compat.bind(eqn, arrays)[0])
         at = Blocks(mixed[0]) if mixed else None
@@ -145,19 +146,21 @@ def fused_attention(
     """cuDNN's attention, forward or backward: on all tokens of this device's share of the heads."""
     tokens = _compat.sequence_dim(eqn)
     heads, size = 3 - tokens, s.axis.size
-    shapes = [type_of(v).shape for v in (*eqn.invars, *eqn.outvars)]
-    if any(shape[heads] % size for shape in shapes[:3]):
+    shapes = [type_of(v).shape for v in eqn.invars]
+    # Over some of the heads, it would drop others.
+    if any(shape[heads] % size for shape in shapes[:3]) or eqn.params["dropout_rate"]:
         return None
 
-    def place(shape: tuple[int, ...]) -> Blocks | None:
-        # Statistics of the softmax, and a bias, have heads first.
+    def place(k: int, shape: tuple[int, ...]) -> Blocks | None:
+        # A bias, which comes after the keys and values, and statistics have heads first.
         if len(shape) == 3:
             return Blocks(1)
-        is_bias = len(shape) == 4 and shape == shapes[3]
-        at = Blocks(1) if is_bias else Blocks(heads, home=Blocks(tokens))
+        at = Blocks(1) if k == BIAS else Blocks(heads, home=Blocks(tokens))
         return at if len(shape) == 4 and shape[at.dim] > 1 else None
 
-    count = len(eqn.invars)
-    return s.bound(
-        eqn, operands, [*map(place, shapes[:count])], [*map(place, shapes[count:])], HEADS
-    )
+    results = [type_of(v).shape for v in eqn.outvars]
+    places = [place(*each) for each in enumerate(shapes)]
+    return s.bound(eqn, operands, places, [place(*each) for each in enumerate(results)], HEADS)
+
+
+BIAS = 3  # its place among the operands, and that of its gradient

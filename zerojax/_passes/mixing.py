@@ -84,6 +84,8 @@ def fill_of(name: str, dtype: DTypeLike) -> ArrayLike:
     fill = FILLS[name]
     if fill is None:  # the logarithm of a sum of nothing has no derivative
         return float(jnp.finfo(dtype).min) / 4
+    if name == "reduce_and" and not jnp.issubdtype(dtype, jnp.bool_):
+        return np.array(-1).astype(dtype)
     if not isinstance(fill, float) or jnp.issubdtype(dtype, jnp.inexact):
         return fill
     if jnp.issubdtype(dtype, jnp.bool_):
@@ -194,7 +196,8 @@ def _tokens(s: BlockRunner, eqn: JaxprEqn, value: Tracked, at: Blocks, numbers: 
     here = jnp.where(here < 0, value.shape[at.dim], here)
     array = s.array(value, at, eqn)
     rows = jnp.take(array, here, axis=at.dim, mode="fill", fill_value=0)
-    with s.sending(SINGLE, eqn, rows.size * rows.dtype.itemsize):
+    is_many = rows.shape[at.dim] >= s.axis.size
+    with s.sending(OTHERS if is_many else SINGLE, eqn, rows.size * rows.dtype.itemsize):
         return s.axis.summed(rows)
 
 
@@ -222,19 +225,20 @@ def padded(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layou
     (value, fill), (at, _), config = operands, places, list(eqn.params["padding_config"])
     if at is None or config[at.dim] == (0, 0, 0) or not at.is_plain:
         return None
+    blank = s.array(fill, None, eqn)
     dim, shape = at.dim, type_of(eqn.outvars[0]).shape
     (low, _, interior), size = config[dim], s.axis.size
     every, block = interior + 1, s.axis.block(shape[dim])
     # The first element that is in a device's block of the result, and its place there.
     starts = [-((low - i * block) // every) for i in range(size)]
     places = [low + start * every - i * block for i, start in enumerate(starts)]
-    array = _at_starts(s, eqn, value, at, starts, -(-block // every), fill.array)
+    array = _at_starts(s, eqn, value, at, starts, -(-block // every), blank)
     config[dim] = (interior, block, interior) if interior else (0, 0, 0)
-    array = lax.pad(array, fill.array, config)
+    array = lax.pad(array, blank, config)
     if interior:
         start = interior - s.axis.own(places)
         array = lax.dynamic_slice_in_dim(array, start, block, dim)
-    return [Tracked(shape, array, Blocks(dim))]
+    return [Tracked(shape, s.axis.harmless(array, Blocks(dim), shape), Blocks(dim))]
 
 
 def joined(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
@@ -287,8 +291,9 @@ def convolved(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: La
     array = windowed(s, eqn, value, at, shape[dim], -low, stride, width, fill=0)
     padding = [(0, 0) if k == i else pair for k, pair in enumerate(params["padding"])]
     eqn = eqn.replace(params={**params, "padding": tuple(padding)})
-    out_array = _compat.bind(eqn, [array, s.array(kernel, None, eqn)])[0]
-    return [_unless_few(s, eqn, Tracked(shape, out_array, Blocks(dim)))]
+    array = _compat.bind(eqn, [array, s.array(kernel, None, eqn)])[0]
+    array = s.axis.harmless(array, Blocks(dim), shape)
+    return [_unless_few(s, eqn, Tracked(shape, array, Blocks(dim)))]
 
 
 def pooled(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
@@ -302,7 +307,8 @@ def pooled(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layou
     array = windowed(s, eqn, value, at, shape[dim], -low, stride, width, fill)
     padding = [(0, 0) if d == dim else pair for d, pair in enumerate(params["padding"])]
     eqn = eqn.replace(params={**params, "padding": tuple(padding)})
-    return [_unless_few(s, eqn, Tracked(shape, _compat.bind(eqn, [array])[0], Blocks(dim)))]
+    array = s.axis.harmless(_compat.bind(eqn, [array])[0], Blocks(dim), shape)
+    return [_unless_few(s, eqn, Tracked(shape, array, Blocks(dim)))]
 
 
 # -- elements by their place
@@ -321,24 +327,43 @@ def picked(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layou
         return None
     array, length = s.array(value, at, eqn), value.shape[at.dim]
     indices = s.array(index, None, eqn)
-    is_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
-    clipped = jnp.clip(indices, 0, length - 1)
-    mode = eqn.params["mode"]
-    is_clip = mode == lax.GatherScatterMode.CLIP
-    here = clipped - (s.axis.index * s.axis.block(length)).astype(indices.dtype)
-    outside = (indices < 0) | (indices >= length)
-    missing = jnp.any(outside & is_column, -1)
-    here = jnp.where(is_column & (is_clip | ~outside), here, jnp.where(is_column, -1, indices))
+    sizes = eqn.params["slice_sizes"]
+    limits = np.array([value.shape[d] - sizes[d] for d in numbers.start_index_map], indices.dtype)
+    fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    indices = indices if fills else jnp.clip(indices, 0, limits)  # as XLA does
+    missing = jnp.any((indices < 0) | (indices > limits), -1)
+    # A device has none of the elements of others, nor of those that are missing.
+    first = (s.axis.index * s.axis.block(length)).astype(indices.dtype)
+    here = jnp.where(missing[..., None], -1, indices.at[..., column].add(-first))
     params = {"mode": lax.GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
     own = eqn.replace(params={**eqn.params, **params})
-    with s.sending(SINGLE, eqn, nbytes(eqn.outvars)):
+    shape = type_of(eqn.outvars[0]).shape
+    many = [d for d in parallel(eqn)[1].values() if shape[d] >= s.axis.size]
+    with s.sending(OTHERS if many else SINGLE, eqn, nbytes(eqn.outvars)):
         out = s.axis.summed(_compat.bind(own, [array, here])[0])
-    if mode == lax.GatherScatterMode.FILL_OR_DROP and jnp.issubdtype(out.dtype, jnp.floating):
+    if fills:
         batch = [d for d in range(out.ndim) if d not in numbers.offset_dims]
         missing = lax.broadcast_in_dim(missing, out.shape, batch)
-        fill = eqn.params["fill_value"]
-        out = jnp.where(missing, jnp.asarray(jnp.nan if fill is None else fill, out.dtype), out)
-    return [Tracked(type_of(eqn.outvars[0]).shape, out)]
+        out = jnp.where(missing, _missing(eqn.params["fill_value"], out.dtype), out)
+    return [_cut(s, Tracked(shape, out), many)]
+
+
+def _cut(s: BlockRunner, value: Tracked, dims: Sequence[int]) -> Tracked:
+    """Returns a whole value in blocks along the longest of these dimensions, if there is one."""
+    if not dims:
+        return value
+    at = Blocks(max(dims, key=lambda d: value.shape[d]))
+    return Tracked(value.shape, s.axis.cut(value.array, at), at)
+
+
+def _missing(fill: ArrayLike | None, dtype: DTypeLike) -> ArrayLike:
+    """Returns what JAX has for an element that is not there."""
+    if fill is not None or jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.asarray(jnp.nan if fill is None else fill, dtype)
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return True
+    is_signed = jnp.issubdtype(dtype, jnp.signedinteger)
+    return jnp.iinfo(dtype).min if is_signed else jnp.iinfo(dtype).max
 
 
 def _own_element(
@@ -388,7 +413,8 @@ def cut_out(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layo
     first = jnp.clip(indices[dim], 0, value.shape[dim] - shape[dim])
     rows = _tokens(s, eqn, value, at, first + jnp.arange(shape[dim], dtype=first.dtype))
     indices[dim] = jnp.zeros_like(indices[dim])
-    return [Tracked(shape, lax.dynamic_slice(rows, indices, eqn.params["slice_sizes"]))]
+    out = Tracked(shape, lax.dynamic_slice(rows, indices, eqn.params["slice_sizes"]))
+    return [_cut(s, out, [dim] if shape[dim] >= s.axis.size else [])]
 
 
 def scattered(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
@@ -423,7 +449,9 @@ def scattered(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: La
     indices = s.array(index, place, eqn)
     sums = _compat.bind(eqn, [jnp.zeros_like(whole), indices, more])[0]
     with s.sending(TOTALS, eqn, nbytes(eqn.outvars)):
-        return [Tracked(value.shape, whole + s.axis.summed(sums))]
+        out = Tracked(value.shape, whole + s.axis.summed(sums))
+    indexed = numbers.scatter_dims_to_operand_dims
+    return [_cut(s, out, [d for d in indexed if value.shape[d] >= s.axis.size])]
 
 
 MIXING: dict[str, TokenRule] = {

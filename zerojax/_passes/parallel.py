@@ -32,7 +32,10 @@ def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:
         return [{d: d for d in range(rank) if d not in dims} for rank in ranks]
 
     if name in BY_ELEMENT:  # dimensions of length 1 are repeated
-        return [{d: d for d, n in enumerate(shape) if n == out[d]} for shape in shapes]
+        return [
+            {d: d for d, (n, m) in enumerate(zip(shape, out, strict=False)) if n == m}
+            for shape in shapes
+        ]
     if name.startswith("cum"):
         return but(params["axis"])
     if name.startswith(("reduce_", "arg")) and "axes" in params and name != "reduce_precision":
