@@ -192,7 +192,7 @@ SAID = [
     (forecast(3), r"the batch has no arrays with rows. Pass the global batch"),
     (forecast(tokens="x"), r"tokens='x' must be positive"),
     (forecast(rates=3), r"rates=3 must be a zerojax.tools.Rates"),
-    (forecast(per_host="8"), r"hosts of '8'. Pass a multiple, or per_host="),
+    (forecast(per_host="8"), r"per_host='8' must be an integer"),
     (case(zerojax.run.Watchdog, "600"), r"'600'\): pass a positive number of sec"),
     (lambda: zerojax.stream(placed(), dtype="bf16"), r"dtype='bf16' is not a dtype of floats"),
     (lambda: zerojax.stream(lambda: 0), r"^the state is a function, and zerojax.stream takes"),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
+import numpy as np
 from jax import Array
 from jax.core import AbstractValue, Tracer
 from jax.experimental import multihost_utils
@@ -202,11 +203,16 @@ def vjp_rules(eqn: JaxprEqn) -> tuple[OpenJaxpr, list[int | None], OpenJaxpr, li
     _, residuals, places = eqn.params["out_trees"]()
     kept = residuals.num_leaves - sum(place is not None for place in places)
     new = iter(jaxpr.outvars[:kept])
-    avals = [next(new).aval if at is None else eqn.invars[at].aval for at in places]
-    avals += [v.aval.to_tangent_aval() for v in jaxpr.outvars[kept:]]
+    needed = [next(new) if at is None else eqn.invars[at] for at in places]
+    avals = [v.aval for v in needed] + [v.aval.to_tangent_aval() for v in jaxpr.outvars[kept:]]
+    # Of shapes, say, backward needs the numbers.
+    known = {k: np.asarray(v.val).item() for k, v in enumerate(needed) if isinstance(v, Literal)}
+
+    def backward_of(*inputs: Any) -> Any:
+        return eqn.params["bwd"].call_wrapped(*[known.get(k, x) for k, x in enumerate(inputs)])
+
     inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    trace = jax.make_jaxpr(eqn.params["bwd"].call_wrapped, return_shape=True)
-    backward, grads = trace(*inputs)
+    backward, grads = jax.make_jaxpr(backward_of, return_shape=True)(*inputs)
     grads = grads[0] if isinstance(grads, tuple) else grads  # with logs, from 0.12 on
     have = [bool(jax.tree.leaves(grad)) for grad in grads]
     return (jaxpr, consts), list(places), opened(backward), have
@@ -421,15 +427,10 @@ def is_on_host(value: Any) -> bool:
     return isinstance(value, jax.Array) and jax.typeof(value).memory_space == HOST
 
 
-def rests_on_host(var: Var | Literal) -> bool:
-    """Whether the value of a jaxpr's variable is in host memory."""
-    return getattr(var.aval, "memory_space", None) == HOST
-
-
 def uses_host(jaxpr: Jaxpr) -> bool:
     """Whether a program has anything in host memory."""
     variables = (var for eqn in every_eqn(jaxpr) for var in (*eqn.invars, *eqn.outvars))
-    return any(map(rests_on_host, variables))
+    return any(getattr(var.aval, "memory_space", None) == HOST for var in variables)
 
 
 def fetched(value: Array) -> Array:

@@ -227,6 +227,9 @@ ROWS = {
     "nodes, regathered": Row("gpt remat", BOTH, dict(regather="gpu")),
     "hpz": Row("gpt remat", HPZ, dict(prefetch=1, accumulate=2)),
     "slow axis": Row("mlp", dict(stage=1, groups={"grads": "node"}) | BOTH),
+    "sequences": Row(
+        "gpt remat", dict(sequence="sequence", mesh=mesh_of(data=2, sequence=2))
+    ),
     "racks": Row("odd", dict(groups={"params": "gpu", "grads": ("node", "gpu")}) | RACKS),
     "python loop": Row("layers", dict(stage=3), dict(roll=True)),
     "python loop, remat": Row("layers remat", dict(stage=3)),
