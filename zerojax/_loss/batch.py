@@ -192,11 +192,11 @@ def check_tokens(args: Sequence[PyTree], roles: Sequence[Role], splits: Splits) 
         leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
         shapes = ", ".join(f"{_name(path)} {list(jnp.shape(x))}" for path, x in leaves[:3])
         raise ValueError(
-            f"sequence={splits.tokens!r} splits nothing of this batch ({shapes}): no leaf has a "
-            f"second dimension of {splits.blocks} tokens or more, one for each device. Pass whole "
-            "sequences. Or say in batch_specs= which dimension has the tokens, PartitionSpec("
-            f"{entry_over(splits.rows)!r}, None, {splits.tokens!r}). Or place the state without "
-            "sequence=."
+            f"sequence={splits.tokens!r} splits nothing of this batch ({shapes}). It "
+            f"needs {splits.blocks} tokens or more. Pass whole sequences as an argument of the "
+            "loss; batch_specs= may name their dimension, "
+            f"PartitionSpec({entry_over(splits.rows)!r}, {splits.tokens!r}). Or place the state "
+            "without sequence=."
         )
 
 
