@@ -208,7 +208,7 @@ def vjp_rules(eqn: JaxprEqn) -> tuple[OpenJaxpr, list[int | None], OpenJaxpr, li
     # Of shapes, say, backward needs the numbers.
     known = {k: np.asarray(v.val).item() for k, v in enumerate(needed) if isinstance(v, Literal)}
 
-    def backward_of(*inputs: Any) -> Any:
+    def backward_of(*inputs: ArrayLike) -> PyTree:
         return eqn.params["bwd"].call_wrapped(*[known.get(k, x) for k, x in enumerate(inputs)])
 
     inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
