@@ -449,9 +449,7 @@ def scattered(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: La
     indices = s.array(index, place, eqn)
     sums = _compat.bind(eqn, [jnp.zeros_like(whole), indices, more])[0]
     with s.sending(TOTALS, eqn, nbytes(eqn.outvars)):
-        out = Tracked(value.shape, whole + s.axis.summed(sums))
-    indexed = numbers.scatter_dims_to_operand_dims
-    return [_cut(s, out, [d for d in indexed if value.shape[d] >= s.axis.size])]
+        return [Tracked(value.shape, whole + s.axis.summed(sums))]
 
 
 MIXING: dict[str, TokenRule] = {
