@@ -164,7 +164,7 @@ def step_on(batch, written=None, **options):
             step_on(np.ones((8, 3))),
             r"splits nothing of this batch \(the batch \[8, 3\]\).*4 tokens or more.*whole seq",
         ),
-        (step_on(np.ones(8)), r"P?artitionSpec\('data', None, 'sequence'\).*without sequence=\."),
+        (step_on(np.ones(8)), r"P?artitionSpec\('data', 'sequence'\).*without sequence=\."),
         (step_on(np.ones((8, 16)), P("data")), r"splits nothing of this batch"),
         (step_on(np.ones((8, 3)), BOTH), r"3 tokens are fewer than the 4 devices of 'sequence'"),
         (step_on(np.ones((16, 16)), P("sequence", "sequence")), r"P\('data', 'sequence'\) where"),
