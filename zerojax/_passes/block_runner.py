@@ -69,7 +69,7 @@ class Tracked:
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """What a loss sends for its tokens: bytes that each device receives in a forward pass."""
+    """What each device receives for the tokens of a loss, in a forward pass."""
 
     what: str
     nbytes: int
@@ -86,8 +86,8 @@ Layouts: TypeAlias = Sequence[Blocks | None]
 class Region:
     """What a loop's body, a `jax.checkpoint` or all the rest computes of tokens, and sends."""
 
-    def __init__(self, times: int = 1) -> None:
-        self.times, self.nbytes, self.sent = times, 0, list[Received]()
+    def __init__(self) -> None:
+        self.nbytes, self.sent = 0, list[Received]()
 
 
 class BlockRunner:
@@ -243,14 +243,14 @@ class BlockRunner:
             yield
 
     @contextlib.contextmanager
-    def scope(self, times: int = 1) -> Generator[Region]:
-        """A region that JAX traces as a function of its own. What is sent counts if all went well:
-        a loop's body may run again."""
-        region = Region(times)
+    def scope(self, times: int = 1) -> Generator[None]:
+        """A region that JAX traces as a function of its own, and runs so many times. What is sent
+        counts if all went well: a loop's body may be traced again."""
+        region = Region()
         self.regions.append(region)
         self.known.append({})
         try:
-            yield region
+            yield
         finally:
             self.regions.pop()
             self.known.pop()

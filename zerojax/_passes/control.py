@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._jaxprs import Atom, is_var, type_of
-from zerojax._passes.block_runner import CARRIES, TOTALS, BlockRunner, Tracked
+from zerojax._passes.block_runner import CARRIES, TOTALS, BlockRunner, Layouts, Tracked
 from zerojax._passes.blocks import Blocks
 from zerojax._types import Shape, is_key
 
@@ -170,7 +170,7 @@ def returned(
 def cond(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
     index, *inputs = operands
     branches = [_compat.opened(branch) for branch in eqn.params["branches"]]
-    places: list[Blocks | None] = []
+    places: list[Blocks | None] = [None] * len(eqn.outvars)
 
     def branch(jaxpr: Jaxpr, consts: Sequence[ArrayLike], is_trial: bool) -> list[Array]:
         with s.scope():
@@ -180,7 +180,6 @@ def cond(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked
             pairs = zip(outs, places, strict=True)
             return [s.array(v, at, eqn) for v, at in pairs]
 
-    places += [None] * len(eqn.outvars)
     with scoped(eqn):
         for each in branches:
             with s.scope(times=0):
@@ -352,8 +351,8 @@ def in_turn(
     """Returns what a device after the other computes, each from what the one before returns."""
     size, name = s.axis.size, s.axis.name
     turn = size - 1 - s.axis.index if reverse else s.axis.index
-    onward = [(s, s - 1) if reverse else (s, s + 1) for s in range(size)]
-    onward = [pair for pair in onward if 0 <= pair[1] < size]
+    pairs = itertools.pairwise(range(size))
+    onward = [(after, before) if reverse else (before, after) for before, after in pairs]
 
     @jax.checkpoint
     def hand_on(state: list[Array], now: Array) -> tuple[list[Array], None]:
@@ -368,7 +367,7 @@ def in_turn(
 def _like(
     values: Sequence[Tracked],
     arrays: Sequence[Array],
-    places: Sequence[Blocks | None] | None = None,
+    places: Layouts | None = None,
 ) -> list[Tracked]:
     places = [None] * len(values) if places is None else places
     return [Tracked(v.shape, x, at) for v, x, at in zip(values, arrays, places, strict=True)]

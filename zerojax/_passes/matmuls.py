@@ -48,7 +48,7 @@ def multiplied(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: L
         at, other = places[k], places[1 - k]
         assert at is not None
         there = contract[1 - k][list(contract[k]).index(at.dim)]
-        if other is not None and other.dim != there:  # the other's tokens are not summed over
+        if other is not None and other.dim != there:  # they meet none of the other's
             places = [None if here else at for here, at in zip(summed, places, strict=True)]
             result = other.moved(maps[1 - k])
             return s.bound(eqn, operands, places, [result], KEYS)

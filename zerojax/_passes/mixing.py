@@ -37,9 +37,9 @@ from zerojax._passes.parallel import SCATTERS, parallel
 
 
 def reduced(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
-    name, axes = eqn.primitive.name, eqn.params.get("axes", ())
+    name, axes = eqn.primitive.name, eqn.params["axes"]
     (value, *_), (at, *_) = operands, places
-    if at is None or at.dim not in axes or name not in FILLS:
+    if at is None or at.dim not in axes:
         return None
     if name.startswith("arg") and not at.is_plain:
         return None
@@ -109,7 +109,7 @@ def _place_of_largest(
 def accumulated(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
     """A cumulative sum: of a block, and what all blocks before it add up to."""
     (value,), (at,), name = operands, places, eqn.primitive.name
-    if at is None or at.dim != eqn.params["axis"] or not at.is_plain or name not in FILLS:
+    if at is None or at.dim != eqn.params["axis"] or not at.is_plain:
         return None
     array = s.array(value, at, eqn)
     fill, reverse, dim = fill_of(name, array.dtype), eqn.params["reverse"], at.dim
@@ -433,7 +433,7 @@ def scattered(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: La
         here = jnp.where(is_column, indices - first, indices)
         more = s.array(updates, None, eqn)
         return [Tracked(value.shape, _compat.bind(eqn, [array, here, more])[0], at)]
-    if at is not None or eqn.primitive.name not in ("scatter_add", "scatter-add"):
+    if at is not None or eqn.primitive.name != "scatter-add":
         return None
     rows = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
     if (place := places[1]) is None:
@@ -453,10 +453,9 @@ def scattered(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: La
 
 
 MIXING: dict[str, TokenRule] = {
-    **dict.fromkeys(FILLS, reduced),
+    **{name: pooled if "window" in name else reduced for name in FILLS.keys() - JOINS.keys()},
     **dict.fromkeys(JOINS, accumulated),
     **dict.fromkeys(SCATTERS, scattered),
-    **{name: pooled for name in FILLS if "window" in name},
     "reshape": torn,
     "slice": sliced,
     "split": taken_apart,

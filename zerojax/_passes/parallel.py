@@ -17,7 +17,7 @@ polygamma random_gamma_grad regularized_incomplete_beta reshard threefry2x32 zet
 """)
 # Of collectives, those that leave elements at their places.
 IN_PLACE = primitives("psum psum_invariant pmax pmin ppermute pvary pcast")
-SCATTERS = primitives("scatter scatter_add scatter-add scatter_mul scatter_min scatter_max")
+SCATTERS = primitives("scatter scatter-add scatter-mul scatter-min scatter-max")
 
 
 def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:

@@ -47,7 +47,7 @@ def split_sequences(
     `dims` says which dimension of each argument is in blocks. The results are whole, but leaves of
     the aux that `may_stay` in blocks: `out_dims` says along which dimension they are.
     """
-    splitter = BlockRunner(Axis(axis, size), CONTROL, rule_of, most_gathered)
+    runner = BlockRunner(Axis(axis, size), CONTROL, rule_of, most_gathered)
     params, out_dims = len(loss.params), list[int | None]()
     variables = loss.jaxpr.invars
     places: list[Blocks | None] = [None] * len(variables)
@@ -55,25 +55,25 @@ def split_sequences(
         places[k] = None if dim is None else Blocks(dim)
     shapes = [type_of(v).shape for v in variables]
     pairs = zip(variables, shapes, places, strict=True)
-    types = [v.aval.update(shape=splitter.axis.local(shape, at)) for v, shape, at in pairs]
+    types = [v.aval.update(shape=runner.axis.local(shape, at)) for v, shape, at in pairs]
 
     def code(*arrays: Array) -> list[Array]:
         values = [Tracked(*each) for each in zip(shapes, arrays, places, strict=True)]
-        outs = splitter.run(loss.jaxpr, (), values)
-        splitter.check(splitter.regions[0])
+        outs = runner.run(loss.jaxpr, (), values)
+        runner.check(runner.regions[0])
         out_dims.clear()
         results: list[Array] = []
         for value, stays in zip(outs, (False, *may_stay), strict=True):
-            at = splitter.natural(value)
+            at = runner.natural(value)
             is_even = at and at.is_plain and value.shape[at.dim] % size == 0
             at = at if stays and is_even and at and at.dim else None
             out_dims.append(at and at.dim)
-            results.append(splitter.array(value, at, loss.jaxpr.eqns[-1]))
-        splitter.known = [{}]  # users' derivatives run later, on other arrays
+            results.append(runner.array(value, at, loss.jaxpr.eqns[-1]))
+        runner.known = [{}]  # users' derivatives run later, on other arrays
         return results
 
     result = loss.retraced(code, *types)
-    notes = _notes(axis, splitter.regions[0].sent)
+    notes = _notes(axis, runner.regions[0].sent)
     return dataclasses.replace(result, out_dims=tuple(out_dims[1:])).noting(*notes)
 
 
@@ -81,9 +81,8 @@ def _notes(axis: str, sent: Sequence[Received]) -> list[str]:
     """Says what is sent for tokens, most first, and by which operations if they have no rule."""
     totals = Counter[str]()
     for each in sent:
-        totals[f"all of an operand of {each.place}" if each.what == OTHERS else each.what] += (
-            each.nbytes
-        )
+        what = f"all of an operand of {each.place}" if each.what == OTHERS else each.what
+        totals[what] += each.nbytes
     return [
         f"{axis}: each device receives {human_bytes(nbytes)} of {what} in forward"
         for what, nbytes in totals.most_common()
