@@ -19,6 +19,7 @@ MODEL = dataclasses.replace(
 )
 
 
+@pytest.mark.gpu_code
 @pytest.mark.parametrize(("remat", "count"), [("none", 8), ("full", 12)], ids=["no remat", "remat"])
 def test_what_attention_keeps_for_backward_is_in_heads(remat, count):
     """The result goes to its tokens, and its copy for backward stays in heads."""
