@@ -80,6 +80,12 @@ def placed(x):
     )
 
 
+def after_nothing(x):
+    x = jnp.where(jnp.arange(x.shape[1])[:, None] < 5, -jnp.inf, x)
+    sums = jax.lax.stop_gradient(jax.lax.cumlogsumexp(x, 1))
+    return jnp.where(jnp.isneginf(sums), -1.0, sums)
+
+
 def both_bits(x):
     numbers = (1e6 * x[0, :, 0]).astype(int) | 6
     return jax.lax.reduce_and(numbers, (0,)).astype(float) * x.sum()
@@ -108,6 +114,11 @@ CASES = {
     "a window of computed place": lambda x: jax.lax.dynamic_slice_in_dim(
         x, jnp.int32(x.sum() > 0), 12, 1
     ) * jnp.arange(12.0)[:, None],
+    "tokens in reverse": lambda x: norm(x[:, ::-1]) * x,
+    "the first that is no number": lambda x: jnp.argmax(jnp.where(x > 0.5, jnp.nan, x), 1)
+    * x.sum(1),
+    "exponentials of -inf": lambda x: after_nothing(x) * x,
+    "parts of numpy's lengths": lambda x: jnp.split(x, np.array([5]), 1)[0] ** 2,
     "stack and unstack": lambda x: jnp.stack([x, 2 * x], 2).reshape(ROWS, -1, DIM)[:, ::2],
 }  # fmt: skip
 

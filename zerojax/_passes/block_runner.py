@@ -97,7 +97,7 @@ class BlockRunner:
         self,
         axis: Axis,
         control: Mapping[str, Callable[..., list[Tracked]]],
-        rules: Callable[[str], TokenRule | None],
+        rules: Callable[[str, bool], TokenRule | None],
         most_gathered: float,
     ) -> None:
         self.axis, self.most_gathered = axis, most_gathered
@@ -106,7 +106,8 @@ class BlockRunner:
         # What waits, once computed, and what was moved, in this scope of JAX's and those around it.
         self.known: list[dict[tuple[int, Blocks | None], tuple[Tracked, Array]]] = [{}]
         self.callers: list[tuple[Jaxpr, JaxprEqn | None]] = []
-        self.all_readers: dict[int, Readings] = {}
+        self.instead: JaxprEqn | None = None  # of the loss, in place of which others run
+        self.all_readers: dict[Jaxpr, Readings] = {}
         self.naturals: dict[Tracked, Blocks | None] = {}
 
     # -- from one layout to another
@@ -233,6 +234,7 @@ class BlockRunner:
     @contextlib.contextmanager
     def sending(self, what: str, eqn: JaxprEqn, nbytes: int) -> Generator[None]:
         """Names what an operation sends, and its line, for audits, and counts it."""
+        eqn = self.instead or eqn
         eqns = [*(caller for _, caller in self.callers if caller is not None), eqn]
         line = next(filter(None, map(line_of, reversed(eqns))), "a library")
         path = "/".join(filter(None, map(_compat.scope_of, eqns)))
@@ -309,15 +311,17 @@ class BlockRunner:
             return self.bound(eqn, operands, [None] * len(operands), [None] * len(shapes))
         if name in ("optimization_barrier", *IN_PLACE):
             return self.bound(eqn, operands, places, places)
-        rule = self.rules(name)
-        if rule and (results := rule(self, eqn, operands, places)) is not None:
-            return results
+        after = [at and self.after(eqn, k, at) for k, at in enumerate(places)]
+        mixes = [at for at, to in zip(places, after, strict=True) if at and to is None]
+        if rule := self.rules(name, bool(mixes)):
+            results = rule(self, eqn, operands, next(filter(None, [*mixes, *places])))
+            if results is not None:
+                return results
         # The largest value stays as it is, and the others follow.
-        order = sorted(range(len(places)), key=lambda k: -int(np.prod(operands[k].shape)))
-        for k in order:
-            if (place := places[k]) and (at := self.after(eqn, k, place)):
+        for k in sorted(range(len(places)), key=lambda k: -int(np.prod(operands[k].shape))):
+            if at := after[k]:
                 before = [*(self.before(eqn, at) or [None])]
-                before[k] = place  # of a reshape there may be no way back
+                before[k] = places[k]  # of a reshape there may be no way back
                 return self.bound(eqn, operands, before, [at] * len(shapes))
         return self.mixed(eqn, operands)
 
@@ -355,17 +359,19 @@ class BlockRunner:
 
     def mixed(self, eqn: JaxprEqn, operands: Sequence[Tracked]) -> list[Tracked]:
         """Gathers the operands of an operation that mixes tokens, and cuts its results."""
-        dims = {len(v.shape): at for v in operands if (at := self.natural(v))}
+        dims = {len(v.shape): Blocks(at.dim) for v in operands if (at := self.natural(v))}
         outs = self.bound(eqn, operands, [None] * len(operands), [None] * len(eqn.outvars))
 
         def in_blocks(value: Tracked) -> Tracked:
             at = dims.get(len(value.shape))
-            if at is None or value.shape[at.dim] < self.axis.size:
-                return value
-            at = Blocks(at.dim)
-            return Tracked(value.shape, self.axis.cut(jnp.asarray(value.array), at), at)
+            has_tokens = at and value.shape[at.dim] >= self.axis.size
+            return self.cut(value.array, at if has_tokens else None)
 
         return list(map(in_blocks, outs))
+
+    def cut(self, array: Array, at: Blocks | None) -> Tracked:
+        """Returns an array that is whole, in these blocks."""
+        return Tracked(array.shape, self.axis.cut(array, at) if at else array, at)
 
     def check_axes(self, eqn: JaxprEqn) -> None:
         """Raises for a loss that speaks over the axis itself."""
@@ -380,13 +386,13 @@ class BlockRunner:
 
     def readers(self, jaxpr: Jaxpr) -> Readings:
         """Returns the equations that read each variable, and as which operand."""
-        if id(jaxpr) not in self.all_readers:
-            readers = self.all_readers[id(jaxpr)] = {}
+        if jaxpr not in self.all_readers:
+            readers = self.all_readers[jaxpr] = {}
             for eqn in jaxpr.eqns:
                 for k, atom in enumerate(eqn.invars):
                     if is_var(atom):
                         readers.setdefault(atom, []).append((eqn, k))
-        return self.all_readers[id(jaxpr)]
+        return self.all_readers[jaxpr]
 
     # -- random numbers
 

@@ -10,6 +10,7 @@ not divide n, the last blocks end with elements that do not count, whatever they
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from zerojax._types import Shape, wide
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Axis:
         if at is None:
             return shape
         block = self.block(at.length(shape))
-        return (*shape[: at.dim], at.outer * block * at.inner, *shape[at.dim + 1 :])
+        return with_(shape, at.dim, at.outer * block * at.inner)
 
     def cut(self, value: Array, at: Blocks) -> Array:
         """Returns this device's block of a whole value."""
@@ -140,31 +143,27 @@ class Axis:
         length: int,
         starts: Sequence[int],
         width: int,
-        fill: ArrayLike | None = None,
+        fill: ArrayLike,
     ) -> Array:
         """Returns so many elements, from each device's start on, of blocks along a dimension of so
-        much length. Outside of it, they are `fill`, or some element."""
+        much length. Outside of it, they are `fill`."""
         block, (left, right) = self.block(length), self.reach(length, starts, width)
-        some = lax.slice_in_dim(value, 0, 1, axis=dim)
-        hops = -(-left // block), -(-right // block)
-        if sum(hops) > 2:  # a device has some of everyone's
-            offsets = starts
-            value = self.gathered(value, Blocks(dim), _with(value.shape, dim, length))
-        else:
-            offsets = [start - s * block + left for s, start in enumerate(starts)]
-            value = self._with_halo(value, dim, block, (left, right), hops)
+        parts: list[Array] = []
+        for hop in range(left // -block, 1 - right // -block):
+            first, end = max(0, -left - hop * block), min(block, right + (1 - hop) * block)
+            part = lax.slice_in_dim(value, first, end, axis=dim)
+            pairs = [(s + hop, s) for s in range(self.size) if 0 <= s + hop < self.size]
+            parts.append(lax.ppermute(part, self.name, pairs) if hop else part)
+        value = lax.concatenate(parts, dim)
+        offsets = [start - s * block + left for s, start in enumerate(starts)]
         low, high = max(-min(offsets), 0), max(max(offsets) + width - value.shape[dim], 0)
-        if low or high:  # `dynamic_slice` would move its start
-            widths = [(low, high) if d == dim else (0, 0) for d in range(value.ndim)]
-            value = jnp.pad(value, widths, mode="edge")
+        fill = jnp.asarray(fill, value.dtype)  # `dynamic_slice` would move its start
+        value = lax.pad(value, fill, with_(((0, 0, 0),) * value.ndim, dim, (low, high, 0)))
         value = lax.dynamic_slice_in_dim(value, self.own(offsets) + low, width, dim)
         if min(starts) >= 0 and max(starts) + width <= length:
             return value
         places = lax.broadcasted_iota(jnp.int32, value.shape, dim) + self.own(starts)
-        inside = (places >= 0) & (places < length)
-        if fill is None:  # zeros may lead to NaNs in a derivative
-            return lax.select(inside, value, jnp.broadcast_to(some, value.shape))
-        return jnp.where(inside, value, jnp.asarray(fill, value.dtype))
+        return jnp.where((places >= 0) & (places < length), value, fill)
 
     def harmless(self, value: Array, at: Blocks, shape: Shape) -> Array:
         """Returns the blocks with numbers that have derivatives in place of what does not count."""
@@ -177,21 +176,6 @@ class Axis:
         """Returns this device's number."""
         return jnp.asarray(numbers, jnp.int32)[self.index]
 
-    def _with_halo(
-        self, value: Array, dim: int, block: int, halo: Sequence[int], hops: Sequence[int]
-    ) -> Array:
-        """Returns blocks with so many elements of the neighbours before and after them."""
-        parts, devices = [value], range(self.size)
-        for hop in range(1, hops[0] + 1):
-            part = min(block, halo[0] - (hop - 1) * block)
-            tail = lax.slice_in_dim(value, block - part, block, axis=dim)
-            parts.insert(0, lax.ppermute(tail, self.name, [(s, s + hop) for s in devices[:-hop]]))
-        for hop in range(1, hops[1] + 1):
-            part = min(block, halo[1] - (hop - 1) * block)
-            head = lax.slice_in_dim(value, 0, part, axis=dim)
-            parts.append(lax.ppermute(head, self.name, [(s + hop, s) for s in devices[:-hop]]))
-        return lax.concatenate(parts, dim)
-
     def summed(self, value: Array) -> Array:
         """Returns the sum over the devices, added up in float32 at least; of booleans, any."""
         if value.dtype == bool:
@@ -200,14 +184,13 @@ class Axis:
             return lax.psum(value, self.name)
         return lax.psum(value.astype(wide(value.dtype)), self.name).astype(value.dtype)
 
-    def largest(self, value: Array, axes: tuple[int, ...], sign: int) -> Array:
+    def largest(self, value: Array, axes: tuple[int, ...], reduce: Callable[..., Array]) -> Array:
         """Returns the maximum over dimensions and devices, or the minimum. Its derivative is shared
         among all that are equal, as on one device."""
-        reduce, across = (lax.reduce_max, lax.pmax) if sign > 0 else (lax.reduce_min, lax.pmin)
 
         @jax.custom_jvp
         def extreme(value: Array) -> Array:
-            return across(reduce(value, axes), self.name)
+            return reduce(lax.all_gather(reduce(value, axes), self.name), (0,))
 
         def jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
             (value,), (tangent,) = primals, tangents
@@ -221,8 +204,8 @@ class Axis:
         return extreme(lax.optimization_barrier(value))
 
 
-def _with(shape: Shape, dim: int, length: int) -> Shape:
-    return (*shape[:dim], length, *shape[dim + 1 :])
+def with_(values: Sequence[T], place: int, value: T) -> tuple[T, ...]:
+    return (*values[:place], value, *values[place + 1 :])
 
 
 def lengthened(value: Array, dim: int, length: int) -> Array:

@@ -27,7 +27,7 @@ from zerojax._passes.control import CONTROL
 from zerojax._passes.parallel import parallel
 
 
-def multiplied(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts) -> Ruled:
+def multiplied(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], _: Blocks) -> Ruled:
     """A matmul. Its batch dimensions and free ones stay as they are; over tokens, it sums.
 
     Where tokens meet tokens, as queries and keys do, the side whose tokens something sums over next
@@ -35,7 +35,7 @@ def multiplied(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: L
     """
     contract, batch = eqn.params["dimension_numbers"]
     shape = type_of(eqn.outvars[0]).shape
-    maps = parallel(eqn)
+    maps, places = parallel(eqn), list(map(s.natural, operands))
     for k, at in enumerate(places):
         if at and at.dim in batch[k]:
             result = at.moved(maps[k])
@@ -63,8 +63,7 @@ def multiplied(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: L
         mixed = [] if other else [d for d in free if shape[d] >= s.axis.size]
         with s.sending(OTHERS if mixed else TOTALS, eqn, nbytes(eqn.outvars)):
             out = s.axis.summed(_compat.bind(eqn, arrays)[0])
-        at = Blocks(mixed[0]) if mixed else None
-        return [Tracked(shape, s.axis.cut(out, at) if at else out, at)]
+        return [s.cut(out, Blocks(mixed[0]) if mixed else None)]
     if None in places:
         return None
     moved = [at and at.moved(dims) for at, dims in zip(places, maps, strict=True)]
@@ -140,9 +139,7 @@ def _steps_to_sum(s: BlockRunner, var: Var, dim: int) -> float:
 CUDNNS = (_compat.ATTENTION, _compat.ATTENTION.replace("fwd", "bwd"))
 
 
-def fused_attention(
-    s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], places: Layouts
-) -> Ruled:
+def fused_attention(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], _: Blocks) -> Ruled:
     """cuDNN's attention, forward or backward: on all tokens of this device's share of the heads."""
     tokens = _compat.sequence_dim(eqn)
     heads, size = 3 - tokens, s.axis.size

@@ -43,7 +43,7 @@ def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:
         return [{d: i for i, d in enumerate(kept)} for _ in shapes]
     if name in DIMS:
         dims = params[DIMS[name]]
-        return but(*((dims,) if isinstance(dims, int) else dims))
+        return but(*(dims if isinstance(dims, tuple) else (dims,)))
     if name in ("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"):
         return but(ranks[0] - 1, ranks[0] - 2)
     maps: list[dict[int, int]] = [{} for _ in shapes]

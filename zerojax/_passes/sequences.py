@@ -27,11 +27,11 @@ from zerojax._passes.matmuls import CUDNNS, fused_attention, multiplied
 from zerojax._passes.mixing import MIXING
 from zerojax._table import human_bytes
 
-RULES: dict[str, TokenRule] = {**MIXING, "dot_general": multiplied}
 
-
-def rule_of(name: str) -> TokenRule | None:
-    return fused_attention if name.startswith(CUDNNS) else RULES.get(name)
+def rule_of(name: str, mixes: bool) -> TokenRule | None:
+    if name == "dot_general":
+        return multiplied
+    return fused_attention if name.startswith(CUDNNS) else MIXING.get(name) if mixes else None
 
 
 def split_sequences(
