@@ -21,10 +21,11 @@ from zerojax import _compat
 from zerojax._jaxprs import Atom, is_var, type_of
 from zerojax._passes.block_runner import CARRIES, TOTALS, BlockRunner, Layouts, Tracked
 from zerojax._passes.blocks import Blocks
-from zerojax._types import Shape, is_key
+from zerojax._types import is_key
 
 Code: TypeAlias = Callable[..., list[Array]]
 Pair: TypeAlias = tuple[list[Array], list[Array]]
+Settle: TypeAlias = Callable[[BlockRunner, Tracked, JaxprEqn], Tracked]
 
 
 class RetryError(Exception):
@@ -49,21 +50,28 @@ def call(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked
         code.__name__ = name
         return jax.jit(code)
 
+    if name.startswith("zerojax_"):  # other passes look for it
+        return traced(s, named, eqn, operands)
     with scoped(eqn):
-        if name.startswith("zerojax_"):  # other passes look for it
-            return traced(s, named, eqn, operands)
         return s.run(*_compat.inner_jaxpr(eqn), operands, eqn)
+
+
+def remat(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
+    options = {"policy": eqn.params["policy"], "prevent_cse": eqn.params["prevent_cse"]}
+    return traced(s, lambda code: jax.checkpoint(code, **options), eqn, operands)
 
 
 def traced(
     s: BlockRunner,
     wrap: Callable[[Code], Code],
     eqn: JaxprEqn,
-    operands: list[Tracked],
+    operands: Sequence[Tracked],
+    outputs: list[Tracked] | None = None,
+    leave: Settle = BlockRunner.settled,
 ) -> list[Tracked]:
-    """Runs the jaxpr of an equation as a function that `wrap` has JAX trace apart."""
-    jaxpr, consts = _compat.inner_jaxpr(eqn)
-    places: list[tuple[Shape, Blocks | None]] = []
+    """Runs the jaxpr of an equation as a function that `wrap` has JAX trace apart. `outputs` say
+    what it returns, and in which blocks, as `leave` has them."""
+    outs = [] if outputs is None else outputs
 
     def code(*arrays: Array) -> list[Array]:
         each = iter(arrays)
@@ -71,18 +79,12 @@ def traced(
             v if v.eqn is not None else dataclasses.replace(v, array=next(each)) for v in operands
         ]
         with s.scope():
-            outs = [s.settled(v, eqn) for v in s.run(jaxpr, consts, inputs, eqn)]
-        places[:] = [(v.shape, v.at) for v in outs]
+            outs[:] = [leave(s, v, eqn) for v in s.run(*_compat.inner_jaxpr(eqn), inputs, eqn)]
         return [v.array for v in outs]
 
-    arrays = wrap(code)(*(v.array for v in operands if v.eqn is None))
-    return [Tracked(shape, x, at) for (shape, at), x in zip(places, arrays, strict=True)]
-
-
-def remat(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
-    options = {"policy": eqn.params["policy"], "prevent_cse": eqn.params["prevent_cse"]}
     with scoped(eqn):
-        return traced(s, lambda code: jax.checkpoint(code, **options), eqn, operands)
+        arrays = wrap(code)(*(v.array for v in operands if v.eqn is None))
+    return _like(outs, arrays)
 
 
 def scan(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
@@ -91,133 +93,116 @@ def scan(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked
     if any(x.at and x.at.dim == 0 for x in xs):
         return scan_of_tokens(s, eqn, operands[: consts + count], xs)
     carry, length = operands[consts : consts + count], eqn.params["length"]
+    of_row = [Tracked(v.shape[1:], at=_shifted(v, -1)) for v in xs]
 
-    def loop(places: list[Blocks | None]) -> list[Tracked]:
-        below = [v.at and v.at.moved({d: d - 1 for d in range(len(v.shape))}) for v in xs]
-        rows: list[tuple[Shape, Blocks | None]] = []
+    def loop(places: Layouts) -> list[Tracked]:
+        rows: list[Tracked] = []
 
         def body(state: list[Array], row: list[Array]) -> Pair:
-            inputs = [*operands[:consts], *_like(carry, state, places)]
-            inputs += [Tracked(v.shape[1:], x, at) for v, x, at in zip(xs, row, below, strict=True)]
+            inputs = [*operands[:consts], *_like(carry, state, places), *_like(of_row, row)]
             with s.scope(length):
                 outs = s.run(*_compat.inner_jaxpr(eqn), inputs, eqn)
                 state = returned(s, outs[:count], places, eqn)
-                ys = [s.settled(v, eqn) for v in outs[count:]]
-            rows[:] = [(v.shape, v.at) for v in ys]
-            return state, [v.array for v in ys]
+                rows[:] = [s.settled(v, eqn) for v in outs[count:]]
+            return state, [v.array for v in rows]
 
         first = [s.array(v, at, eqn) for v, at in zip(carry, places, strict=True)]
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
         state, ys = lax.scan(body, first, [v.array for v in xs], **options)
-        above = [
-            Tracked((length, *shape), y, at and at.moved({d: d + 1 for d in range(len(shape))}))
-            for (shape, at), y in zip(rows, ys, strict=True)
-        ]
-        return [*_like(carry, state, places), *above]
+        results = [Tracked((length, *v.shape), at=_shifted(v, 1)) for v in rows]
+        return [*_like(carry, state, places), *_like(results, ys)]
 
-    with scoped(eqn):
-        return until_stable(s, loop, carry)
+    return until_stable(eqn, loop, [v.at for v in carry])
+
+
+def _shifted(value: Tracked, by: int) -> Blocks | None:
+    """Returns where the blocks are if a dimension comes, or goes, before all others."""
+    return value.at and value.at.moved({d: d + by for d in range(len(value.shape))})
 
 
 def while_loop(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
     params = eqn.params
-    tests, consts = params["cond_nconsts"], params["body_nconsts"]
-    carry = operands[tests + consts :]
+    tests = params["cond_nconsts"]
+    fixed = tests + params["body_nconsts"]
+    carry = operands[fixed:]
 
-    def loop(places: list[Blocks | None]) -> list[Tracked]:
+    def loop(places: Layouts) -> list[Tracked]:
         def test(state: list[Array]) -> Array:
-            inputs = [*operands[:tests], *_like(carry, state, places)]
             with s.scope():
-                (out,) = s.run(*_compat.opened(params["cond_jaxpr"]), inputs)
-                return s.array(out, None, eqn)
+                inputs = [*operands[:tests], *_like(carry, state, places)]
+                return s.array(s.run(*_compat.opened(params["cond_jaxpr"]), inputs)[0], None, eqn)
 
         def body(state: list[Array]) -> list[Array]:
-            inputs = [*operands[tests : tests + consts], *_like(carry, state, places)]
             with s.scope():
+                inputs = [*operands[tests:fixed], *_like(carry, state, places)]
                 outs = s.run(*_compat.opened(params["body_jaxpr"]), inputs)
                 return returned(s, outs, places, eqn)
 
         first = [s.array(v, at, eqn) for v, at in zip(carry, places, strict=True)]
         return _like(carry, lax.while_loop(test, body, first), places)
 
-    with scoped(eqn):
-        return until_stable(s, loop, carry)
+    return until_stable(eqn, loop, [v.at for v in carry])
+
+
+def cond(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
+    results = [Tracked(type_of(v).shape) for v in eqn.outvars]
+
+    def switch(places: Layouts) -> list[Tracked]:
+        def branch(jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -> list[Array]:
+            with s.scope():
+                return returned(s, s.run(jaxpr, consts, operands[1:]), places, eqn)
+
+        codes = [functools.partial(branch, *_compat.opened(b)) for b in eqn.params["branches"]]
+        with s.scope():  # what a branch sends counts if all of them return the same blocks
+            arrays = lax.switch(s.array(operands[0], None, eqn), codes)
+        return _like(results, arrays, places)
+
+    return until_stable(eqn, switch, [None] * len(results))
 
 
 def until_stable(
-    s: BlockRunner, loop: Callable[[list[Blocks | None]], list[Tracked]], carry: Sequence[Tracked]
+    eqn: JaxprEqn, code: Callable[[Layouts], list[Tracked]], places: Layouts
 ) -> list[Tracked]:
     """Returns what a loop does that returns its carry in the blocks in which it takes it."""
-    places = [v.at for v in carry]
-    while True:
-        try:
-            return loop(places)
-        except RetryError as error:
-            places = error.places
+    with scoped(eqn):
+        while True:
+            try:
+                return code(places)
+            except RetryError as error:
+                places = error.places
 
 
 def returned(
-    s: BlockRunner, outs: Sequence[Tracked], places: list[Blocks | None], eqn: JaxprEqn
+    s: BlockRunner, outs: Sequence[Tracked], places: Layouts, eqn: JaxprEqn
 ) -> list[Array]:
-    """Returns a carry in these blocks; raises if it should have begun in others."""
-    naturals = map(s.natural, outs)
-    better = [at or natural for at, natural in zip(places, naturals, strict=True)]
+    """Returns values in these blocks; raises if some should be in blocks and are to be whole."""
+    better = [at or s.natural(v) for v, at in zip(outs, places, strict=True)]
     if better != places:
         raise RetryError(better)
     return [s.array(v, at, eqn) for v, at in zip(outs, places, strict=True)]
 
 
-def cond(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
-    index, *inputs = operands
-    branches = [_compat.opened(branch) for branch in eqn.params["branches"]]
-    places: list[Blocks | None] = [None] * len(eqn.outvars)
-
-    def branch(jaxpr: Jaxpr, consts: Sequence[ArrayLike], is_trial: bool) -> list[Array]:
-        with s.scope():
-            outs = s.run(jaxpr, consts, inputs)
-            if is_trial:
-                places[:] = [at or s.natural(v) for v, at in zip(outs, places, strict=True)]
-            pairs = zip(outs, places, strict=True)
-            return [s.array(v, at, eqn) for v, at in pairs]
-
-    with scoped(eqn):
-        for each in branches:
-            with s.scope(times=0):
-                jax.eval_shape(functools.partial(branch, *each, True))
-        codes = [functools.partial(branch, *each, False) for each in branches]
-        arrays = lax.switch(s.array(index, None, eqn), codes)
-    shapes = [type_of(v).shape for v in eqn.outvars]
-    return [Tracked(*each) for each in zip(shapes, arrays, places, strict=True)]
-
-
 def custom_jvp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
-    jaxpr, consts = _compat.inner_jaxpr(eqn)
-    inputs = [s.settled(v, eqn) for v in operands]
-    outputs: list[Tracked] = []
-
-    @jax.custom_jvp
-    def code(*arrays: Array) -> list[Array]:
-        with s.scope():
-            outs = s.run(jaxpr, consts, _refilled(inputs, arrays), eqn)
-            outputs[:] = [s.settled(v, eqn) for v in outs]
-        return [v.array for v in outputs]
+    inputs, outputs = [s.settled(v, eqn) for v in operands], list[Tracked]()
 
     def jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> Pair:
         (rule, consts), have = _compat.jvp_rule(eqn)
-        values = [*_refilled(inputs, primals), *_refilled(inputs, tangents)]
         with s.scope():
-            outs = iter(s.run(rule, consts, values))
-            results = [s.array(next(outs), like.at, eqn) for like in outputs]
+            outs = iter(s.run(rule, consts, [*_like(inputs, primals), *_like(inputs, tangents)]))
+            results = [s.array(next(outs), v.at, eqn) for v in outputs]
 
             def tangent(like: Tracked, has: bool) -> Array:
                 zero = np.zeros(s.axis.local(like.shape, like.at), jax.dtypes.float0)
                 return s.array(next(outs), like.at, eqn) if has else jnp.asarray(zero)
 
-            return results, [tangent(*each) for each in zip(outputs, have, strict=True)]
+            return results, list(map(tangent, outputs, have))
 
-    code.defjvp(jvp)
-    with scoped(eqn):
-        return _refilled(outputs, code(*(v.array for v in inputs)))
+    def wrap(code: Code) -> Code:
+        function = jax.custom_jvp(code)
+        function.defjvp(jvp)
+        return function
+
+    return traced(s, wrap, eqn, inputs, outputs)
 
 
 def custom_vjp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
@@ -226,35 +211,27 @@ def custom_vjp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[T
     Gradients of what is whole are sums over the devices. So a rule takes the sum of those of a
     whole result, and each device returns its share of those of a whole operand.
     """
-    jaxpr, consts = _compat.inner_jaxpr(eqn)
-    inputs = [s.settled(v, eqn) for v in operands]
-    outputs, kept = list[Tracked](), list[Tracked]()
+    inputs, outputs = [s.settled(v, eqn) for v in operands], list[Tracked]()
+    kept = list[Tracked]()
     # What was split over heads here goes home; what forward keeps for backward does not.
-    leave = s.settled if any(v.at and v.at.home for v in inputs) else s.at_home
-
-    @jax.custom_vjp
-    def code(*arrays: Array) -> list[Array]:
-        with s.scope():
-            outs = s.run(jaxpr, consts, _refilled(inputs, arrays), eqn)
-            outputs[:] = [leave(v, eqn) for v in outs]
-        return [v.array for v in outputs]
+    has_heads = any(v.at and v.at.home for v in inputs)
+    leave = BlockRunner.settled if has_heads else BlockRunner.at_home
 
     def forward(*arrays: Array) -> Pair:
         (rule, consts), forwarded, *_ = _compat.vjp_rules(eqn)
-        values = _refilled(inputs, arrays)
+        values = _like(inputs, arrays)
         with s.scope():
             outs = iter([s.settled(v, eqn) for v in s.run(rule, consts, values)])
             kept[:] = [next(outs) if at is None else s.as_read(values[at]) for at in forwarded]
             pairs = zip(outs, outputs, strict=True)
-            results = [s.array(leave(v, eqn), like.at, eqn) for v, like in pairs]
+            results = [s.array(leave(s, v, eqn), like.at, eqn) for v, like in pairs]
         return results, [v.array for v in kept]
 
     def backward(residuals: list[Array], grads: list[Array]) -> tuple[Array | None, ...]:
         *_, (rule, consts), have = _compat.vjp_rules(eqn)
         whole = [_whole_gradient(s, v, g) for v, g in zip(outputs, grads, strict=True)]
         with s.scope():
-            values = [*_refilled(kept, residuals), *whole]
-            grads_of = iter(s.run(rule, consts, values))
+            grads_of = iter(s.run(rule, consts, [*_like(kept, residuals), *whole]))
 
             def grad(like: Tracked) -> Array:
                 array = s.array(next(grads_of), like.at, eqn)
@@ -264,9 +241,12 @@ def custom_vjp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[T
 
             return tuple(grad(v) if has else None for v, has in zip(inputs, have, strict=True))
 
-    code.defvjp(forward, backward)
-    with scoped(eqn):
-        return _refilled(outputs, code(*(v.array for v in inputs)))
+    def wrap(code: Code) -> Code:
+        function = jax.custom_vjp(code)
+        function.defvjp(forward, backward)
+        return function
+
+    return traced(s, wrap, eqn, inputs, outputs, leave)
 
 
 def _whole_gradient(s: BlockRunner, result: Tracked, grad: Array) -> Tracked:
@@ -298,17 +278,16 @@ def scan_of_tokens(
     places = (v.at for v in rows if v.at and v.at.dim == 0)
     at = next(places) if adds_up else Blocks(0)
     at = dataclasses.replace(at, home=None)
-    fixed = [Tracked(v.shape, s.array(v, None, eqn)) for v in others[:consts]]
-    carry = [jnp.asarray(s.array(v, None, eqn)) for v in others[consts:]]
-    first = list(map(_as_words, carry))  # of keys there are no sums
+    whole = [Tracked(v.shape, jnp.asarray(s.array(v, None, eqn))) for v in others]
+    fixed, carry = whole[:consts], whole[consts:]
+    first = [_as_words(v.array) for v in carry]  # of keys there are no sums
     steps = [s.array(v, at, eqn) for v in rows]
     (count,) = s.axis.local((length,), at)
     counts = s.axis.counting(jnp.ones(count, bool), at, (length,), False)
 
     def body(state: list[Array], step: tuple[list[Array], Array]) -> Pair:
         row, counts = step
-        values = map(_as_keys, state, carry)
-        inputs = [*fixed, *_like(others[consts:], list(values))]
+        inputs = [*fixed, *map(_as_keys, state, carry)]
         inputs += [Tracked(v.shape[1:], x) for v, x in zip(rows, row, strict=True)]
         with s.scope(count):
             outs = [s.array(v, None, eqn) for v in s.run(jaxpr, inner, inputs, eqn)]
@@ -332,17 +311,17 @@ def scan_of_tokens(
                 state, ys = in_turn(s, block_of, first, reverse)
     shapes = [type_of(v).shape for v in eqn.outvars[carried:]]
     above = [Tracked(shape, y, at) for shape, y in zip(shapes, ys, strict=True)]
-    return [*_like(others[consts:], list(map(_as_keys, state, carry))), *above]
+    return [*map(_as_keys, state, carry), *above]
 
 
 def _as_words(value: Array) -> Array:
     return jax.random.key_data(value) if is_key(value) else value
 
 
-def _as_keys(value: Array, like: Array) -> Array:
-    return (
-        jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if is_key(like) else value
-    )
+def _as_keys(value: Array, like: Tracked) -> Tracked:
+    if is_key(like.array):
+        value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(like.array))
+    return Tracked(like.shape, value)
 
 
 def in_turn(
@@ -365,16 +344,10 @@ def in_turn(
 
 
 def _like(
-    values: Sequence[Tracked],
-    arrays: Sequence[Array],
-    places: Layouts | None = None,
+    values: Sequence[Tracked], arrays: Sequence[Array], places: Layouts | None = None
 ) -> list[Tracked]:
-    places = [None] * len(values) if places is None else places
+    places = [v.at for v in values] if places is None else places
     return [Tracked(v.shape, x, at) for v, x, at in zip(values, arrays, places, strict=True)]
-
-
-def _refilled(values: Sequence[Tracked], arrays: Sequence[Array]) -> list[Tracked]:
-    return [dataclasses.replace(v, array=x) for v, x in zip(values, arrays, strict=True)]
 
 
 def _nbytes(array: Array) -> int:
