@@ -24,7 +24,7 @@ from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.random import threefry2x32_p
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
 from zerojax._jaxprs import ELEMENTWISE, Atom, is_var, line_of, primitives, type_of
@@ -144,7 +144,7 @@ class BlockRunner:
         """Returns a block of a value that waits."""
         name, shape = eqn.primitive.name, self.axis.local(value.shape, at)
         if name == "iota":
-            return self.counted(eqn, shape, at)
+            return self.counted(value.shape, eqn.params["dtype"], eqn.params["dimension"], at)
         if name == "random_bits":
             return self.random_bits(value, eqn, at, shape)
         maps = self.before(eqn, at)
@@ -167,14 +167,12 @@ class BlockRunner:
         is_free = eqn.primitive.name == "broadcast_in_dim" or any(places)
         return places if is_free else None
 
-    def counted(self, eqn: JaxprEqn, shape: Shape, at: Blocks | None) -> Array:
-        """Returns a block of an iota."""
-        dim = eqn.params["dimension"]
-        if at is None or at.dim != dim:
-            return _compat.bind(local(eqn, shape, []), [])[0]
-        whole = type_of(eqn.outvars[0])
-        row = self.axis.cut(lax.iota(whole.dtype, whole.shape[dim]), dataclasses.replace(at, dim=0))
-        return lax.broadcast_in_dim(row, shape, (dim,))
+    def counted(self, whole: Shape, dtype: DTypeLike, dim: int, at: Blocks | None) -> Array:
+        """Returns a block of numbers that count along a dimension."""
+        row = lax.iota(dtype, whole[dim])
+        if at and at.dim == dim:
+            row = self.axis.cut(row, dataclasses.replace(at, dim=0))
+        return lax.broadcast_in_dim(row, self.axis.local(whole, at), (dim,))
 
     def constant(self, value: Tracked, column: int | None = None) -> np.ndarray | None:
         """Returns a value that depends on nothing, or a column of the last dimension of one."""
@@ -405,19 +403,12 @@ class BlockRunner:
         if at is None or not by_element or key.shape or width > 32 or math.prod(whole) >= 2**32:
             bits = _compat.bind(eqn, [key])[0]
             return bits if at is None else self.axis.cut(bits, at)
-        number = self.places(whole, at, shape)
+        number = jnp.zeros(shape, jnp.uint32)  # of each element, in the whole value
+        for dim, length in enumerate(whole):
+            number = number * np.uint32(length) + self.counted(whole, jnp.uint32, dim, at)
         words = [jnp.full(shape, word) for word in jax.random.key_data(key)]
         a, b = threefry2x32_p.bind(*words, number * 0, number)
         return (a ^ b).astype(f"uint{width}")
-
-    def places(self, whole: Sequence[int], at: Blocks, shape: Shape) -> Array:
-        """Returns the number of each element of a block in the whole value."""
-        number = jnp.zeros(shape, jnp.uint32)
-        for dim, length in enumerate(whole):
-            row = lax.iota(jnp.uint32, length)
-            row = self.axis.cut(row, dataclasses.replace(at, dim=0)) if dim == at.dim else row
-            number = number * np.uint32(length) + lax.broadcast_in_dim(row, shape, (dim,))
-        return number
 
     def refused(self, place: str, nbytes: int, total: int) -> ValueError:
         axis, share = self.axis.name, nbytes / total if total else math.inf
@@ -444,21 +435,17 @@ REMEDIES = {
 def local(eqn: JaxprEqn, shape: Shape, arrays: Sequence[Array]) -> JaxprEqn:
     """Returns an equation whose first result has another shape, that of a block."""
     name, params = eqn.primitive.name, dict(eqn.params)
-    if name in ("iota", "broadcast_in_dim", "random_bits"):
-        params["shape"] = shape
-    elif name == "reshape":
-        params["new_sizes"] = shape
-    elif name == "slice":
-        old, new = type_of(eqn.invars[0]).shape, type_of(eqn.outvars[0]).shape
-        limits = zip(params["limit_indices"], old, new, shape, strict=True)
-        params["limit_indices"] = tuple(b if n == m else limit for limit, n, m, b in limits)
-    elif name in ("dynamic_slice", "gather"):
-        old, size = type_of(eqn.invars[0]).shape, params["slice_sizes"]
-        new = arrays[0].shape
-        params["slice_sizes"] = tuple(
-            b if s == a else s for a, b, s in zip(old, new, size, strict=True)
-        )
+    if name in ("slice", "dynamic_slice", "gather"):
+        key = "limit_indices" if name == "slice" else "slice_sizes"
+        sizes = zip(params[key], type_of(eqn.invars[0]).shape, arrays[0].shape, strict=True)
+        params[key] = tuple(block if size == whole else size for size, whole, block in sizes)
+    elif key := SHAPES.get(name):
+        params[key] = shape
     return eqn.replace(params=params)
+
+
+# The parameter that is the shape of a result.
+SHAPES = {"broadcast_in_dim": "shape", "random_bits": "shape", "reshape": "new_sizes"}
 
 
 def _whole(array: ArrayLike) -> Tracked:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
@@ -184,24 +183,14 @@ class Axis:
             return lax.psum(value, self.name)
         return lax.psum(value.astype(wide(value.dtype)), self.name).astype(value.dtype)
 
-    def largest(self, value: Array, axes: tuple[int, ...], reduce: Callable[..., Array]) -> Array:
-        """Returns the maximum over dimensions and devices, or the minimum. Its derivative is shared
-        among all that are equal, as on one device."""
-
-        @jax.custom_jvp
-        def extreme(value: Array) -> Array:
-            return reduce(lax.all_gather(reduce(value, axes), self.name), (0,))
-
-        def jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-            (value,), (tangent,) = primals, tangents
-            result = extreme(value)
-            hits = value == jnp.expand_dims(result, axes)
-            count = self.summed(jnp.sum(hits, axes).astype(result.dtype))
-            return result, self.summed(jnp.sum(jnp.where(hits, tangent, 0), axes)) / count
-
-        extreme.defjvp(jvp)
-        # XLA might compute it twice, with results that are not equal.
-        return extreme(lax.optimization_barrier(value))
+    def shared(self, value: Array, axes: tuple[int, ...], best: Array) -> Array:
+        """Returns the best of values, with a derivative which all that are equal share, as on one
+        device."""
+        hits = value == jnp.expand_dims(best, axes)
+        count = self.summed(jnp.sum(hits, axes).astype(best.dtype))
+        best_ones = jnp.where(hits & jnp.isfinite(value), value, 0)
+        change = jnp.sum(best_ones - lax.stop_gradient(best_ones), axes)
+        return best + self.summed(change) / count
 
 
 def with_(values: Sequence[T], place: int, value: T) -> tuple[T, ...]:

@@ -303,11 +303,11 @@ def scan_of_tokens(
     with scoped(eqn):
         if adds_up:
             sums, ys = block_of(list(map(jnp.zeros_like, first)))
-            with s.sending(TOTALS, eqn, sum(map(_nbytes, sums))):
+            with s.sending(TOTALS, eqn, sum(x.nbytes for x in sums)):
                 state = [a + s.axis.summed(b) for a, b in zip(first, sums, strict=True)]
         else:
             turns = s.axis.size - 1
-            with s.sending(CARRIES, eqn, turns * sum(map(_nbytes, first))):
+            with s.sending(CARRIES, eqn, turns * sum(x.nbytes for x in first)):
                 state, ys = in_turn(s, block_of, first, reverse)
     shapes = [type_of(v).shape for v in eqn.outvars[carried:]]
     above = [Tracked(shape, y, at) for shape, y in zip(shapes, ys, strict=True)]
@@ -348,10 +348,6 @@ def _like(
 ) -> list[Tracked]:
     places = [v.at for v in values] if places is None else places
     return [Tracked(v.shape, x, at) for v, x, at in zip(values, arrays, places, strict=True)]
-
-
-def _nbytes(array: Array) -> int:
-    return array.size * array.dtype.itemsize
 
 
 def _adds_up(jaxpr: Jaxpr, var: Var, out: Atom) -> bool:

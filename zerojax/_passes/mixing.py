@@ -1,4 +1,4 @@
-"""Rules for operations that mix tokens: sums, windows, and elements by their place.
+"""Rules for operations that mix tokens: matmuls, sums, windows, and elements by their place.
 
 A rule returns the results of an equation; None where it does not apply.
 """
@@ -10,19 +10,22 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
 from zerojax._jaxprs import nbytes, primitives, type_of
 from zerojax._passes.block_runner import (
     HALO,
+    HEADS,
+    KEYS,
     OTHERS,
     SINGLE,
     TOTALS,
@@ -32,9 +35,118 @@ from zerojax._passes.block_runner import (
     Tracked,
 )
 from zerojax._passes.blocks import Blocks, with_
-from zerojax._passes.control import scoped
+from zerojax._passes.control import CONTROL, scoped
 from zerojax._passes.parallel import SCATTERS, parallel
 from zerojax._types import PyTree
+
+# -- matmuls of tokens, and so attention
+
+
+def multiplied(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], _: Blocks) -> Ruled:
+    """A matmul. Its batch dimensions and free ones stay as they are; over tokens, it sums.
+
+    Where tokens meet tokens, as queries and keys do, the side whose tokens something sums over next
+    is gathered; or both exchange tokens for heads, where that sends less.
+    """
+    contract, batch = eqn.params["dimension_numbers"]
+    maps, places, size = parallel(eqn), list(map(s.natural, operands)), s.axis.size
+    after = [at and at.moved(dims) for at, dims in zip(places, maps, strict=True)]
+    shape = type_of(eqn.outvars[0]).shape
+    for at, result, dims in zip(places, after, batch, strict=True):
+        if at and result and at.dim in dims:
+            both = [result.back(dims) for dims in maps]
+            return [s.at_home(s.bound(eqn, operands, both, [result], HEADS)[0], eqn)]
+    for k, at in enumerate(places):
+        if at is None or at.dim not in contract[k]:
+            continue
+        other, there = places[1 - k], contract[1 - k][list(contract[k]).index(at.dim)]
+        if other and other.dim != there:  # they meet none of the other's
+            places[k], places[1 - k] = None, other if after[1 - k] else None
+            return s.bound(eqn, operands, places, [after[1 - k]], KEYS)
+        both = [at, at]
+        both[1 - k] = dataclasses.replace(at, dim=there, home=None)
+        arrays = [
+            s.axis.counting(s.array(v, place, eqn), place, v.shape, 0)
+            for v, place in zip(operands, both, strict=True)
+        ]
+        # A weight that mixes tokens returns tokens, along a dimension of its own.
+        free = [d for old, d in maps[1 - k].items() if old not in batch[1 - k]]
+        mixed = [] if other else [d for d in free if shape[d] >= size]
+        with s.sending(OTHERS if mixed else TOTALS, eqn, nbytes(eqn.outvars)):
+            out = s.axis.summed(_compat.bind(eqn, arrays)[0])
+        return [s.cut(out, Blocks(mixed[0]) if mixed else None)]
+    if None in places:
+        return None
+    steps = [_steps_to_sum(s, eqn.outvars[0], at.dim) for at in after if at]
+    keys = min((0, 1), key=lambda k: (steps[k], -k))
+    # Keys and values, gathered, are 2 K on each device. Exchanged for heads, Q, K, V and the result
+    # are 2 (Q + K) / size.
+    even = [i for i, dim in enumerate(batch[0]) if operands[0].shape[dim] % size == 0]
+    is_cheap = sum(v.nbytes for v in operands) / size < operands[keys].nbytes
+    if even and is_cheap and all(at and at.is_plain for at in places):
+        heads = Blocks(even[-1], home=after[1 - keys])
+        return s.bound(eqn, operands, [heads.back(dims) for dims in maps], [heads], HEADS)
+    places[keys] = None
+    return s.bound(eqn, operands, places, [after[1 - keys]], KEYS)
+
+
+def _steps_to_sum(s: BlockRunner, var: Var, dim: int) -> float:
+    """Counts the operations from a value to one that sums over a dimension of it."""
+    ahead = deque([(0, var, dim, tuple(s.callers))])
+    seen = set[tuple[Var, int]]()
+    while ahead and len(seen) < 500:
+        steps, var, dim, callers = ahead.popleft()
+        jaxpr, caller = callers[-1]
+        if (var, dim) in seen:
+            continue
+        seen.add((var, dim))
+        if caller is not None and caller.primitive.name not in ("scan", "while"):
+            outs = zip(jaxpr.outvars, caller.outvars, strict=False)
+            ahead.extend((steps, o, dim, callers[:-1]) for v, o in outs if v is var)
+        for eqn, k in s.readers(jaxpr).get(var, []):
+            name, params = eqn.primitive.name, eqn.params
+            axes = params.get("axes", ()) if name.startswith(("reduce_", "arg")) else ()
+            if name == "dot_general":
+                axes = params["dimension_numbers"][0][k]
+            if dim in axes:
+                return steps
+            if name in CONTROL and name not in ("while", "cond"):
+                inner, _ = _compat.inner_jaxpr(eqn)
+                is_row = name == "scan" and k >= sum(_compat.scan_counts(params))
+                below = inner.invars[k], dim - is_row
+                ahead.append((steps, *below, (*callers, (inner, eqn))))
+            elif (at := s.after(eqn, k, Blocks(dim))) is not None:
+                ahead.extend((steps + 1, out, at.dim, callers) for out in eqn.outvars)
+    return math.inf
+
+
+# How the primitives of cuDNN's attention begin.
+CUDNNS = (_compat.ATTENTION, _compat.ATTENTION.replace("fwd", "bwd"))
+
+
+def fused_attention(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], _: Blocks) -> Ruled:
+    """cuDNN's attention, forward or backward: on all tokens of this device's share of the heads."""
+    tokens = _compat.sequence_dim(eqn)
+    heads, size = 3 - tokens, s.axis.size
+    shapes = [type_of(v).shape for v in eqn.invars]
+    # Over some of the heads, it would drop others.
+    if any(shape[heads] % size for shape in shapes[:3]) or eqn.params["dropout_rate"]:
+        return None
+
+    def place(k: int, shape: tuple[int, ...]) -> Blocks | None:
+        # A bias, which comes after the keys and values, and statistics have heads first.
+        if len(shape) == 3:
+            return Blocks(1)
+        at = Blocks(1) if k == BIAS else Blocks(heads, home=Blocks(tokens))
+        return at if len(shape) == 4 and shape[at.dim] > 1 else None
+
+    results = [type_of(v).shape for v in eqn.outvars]
+    places = [place(*each) for each in enumerate(shapes)]
+    return s.bound(eqn, operands, places, [place(*each) for each in enumerate(results)], HEADS)
+
+
+BIAS = 3  # its place among the operands, and that of its gradient
+
 
 # -- sums, and what is like one
 
@@ -43,14 +155,17 @@ def reduced(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks) 
     (value,), name, axes = operands, eqn.primitive.name, eqn.params["axes"]
     array = s.array(value, at, eqn)
     array = s.axis.counting(array, at, value.shape, neutral(name, array.dtype))
+    is_best = name in ("reduce_max", "reduce_min") and jnp.issubdtype(array.dtype, jnp.floating)
+    # XLA might compute it twice, with results that are not equal.
+    array = lax.optimization_barrier(array) if is_best else array
     with s.sending(TOTALS, eqn, nbytes(eqn.outvars)):
         if name == "reduce_sum":
             out = s.axis.summed(_compat.bind(eqn, [array])[0])
-        elif name in ("reduce_max", "reduce_min") and jnp.issubdtype(array.dtype, jnp.floating):
-            out = s.axis.largest(array, axes, getattr(lax, name))
-        else:
-            parts = lax.all_gather(_compat.bind(eqn, [array])[0], s.axis.name)
-            out = _compat.bind(eqn.replace(params={**eqn.params, "axes": (0,)}), [parts])[0]
+            return [Tracked(out.shape, out)]
+        part = _compat.bind(eqn, [lax.stop_gradient(array) if is_best else array])[0]
+        parts = lax.all_gather(part, s.axis.name)
+        out = _compat.bind(eqn.replace(params={**eqn.params, "axes": (0,)}), [parts])[0]
+        out = s.axis.shared(array, axes, out) if is_best else out
     return [Tracked(out.shape, out)]
 
 
@@ -72,7 +187,7 @@ def accumulated(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Bloc
     fill = neutral(name, array.dtype)
     array = _compat.bind(eqn, [s.axis.counting(array, at, value.shape, fill)])[0]
     total = lax.index_in_dim(array, 0 if params["reverse"] else -1, at.dim)
-    with s.sending(TOTALS, eqn, s.axis.size * total.size * total.dtype.itemsize):
+    with s.sending(TOTALS, eqn, s.axis.size * total.nbytes):
         totals = lax.all_gather(total, s.axis.name)
     devices = lax.broadcasted_iota(jnp.int32, totals.shape, 0)
     is_before = devices > s.axis.index if params["reverse"] else devices < s.axis.index
@@ -157,7 +272,7 @@ def reversed_(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks
     block = s.axis.block(value.shape[dim])
     fills = size * block - value.shape[dim]
     array = _compat.bind(eqn, [s.array(value, at, eqn)])[0]
-    with s.sending(HALO, eqn, array.size * array.dtype.itemsize):
+    with s.sending(HALO, eqn, array.nbytes):
         array = lax.ppermute(array, s.axis.name, [(i, size - 1 - i) for i in range(size)])
         starts = [fills + i * block for i in range(size)]
         array = s.axis.window(array, dim, size * block, starts, block, 0)

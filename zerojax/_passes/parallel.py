@@ -5,7 +5,6 @@
 
 from collections.abc import Sequence
 
-from jax import lax
 from jax.extend.core import JaxprEqn
 
 from zerojax._jaxprs import ELEMENTWISE, primitives, type_of
@@ -68,9 +67,18 @@ def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:
             lhs, _, spec = params["dimension_numbers"]
             maps[0] = {lhs[0]: spec[0]}
         case "gather":
-            maps = _of_gather(params["dimension_numbers"], params["slice_sizes"], shapes[0], out)
+            numbers = params["dimension_numbers"]
+            batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+            window = numbers.collapsed_slice_dims, numbers.offset_dims
+            maps[0], rows = _of_window(*window, *batching, shapes[0], out)
+            maps[1] = dict(enumerate(rows))
         case _ if name in SCATTERS:
-            maps = _of_scatter(params["dimension_numbers"], shapes)
+            numbers = params["dimension_numbers"]
+            batching = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+            window = numbers.inserted_window_dims, numbers.update_window_dims
+            updates, _ = _of_window(*window, *batching, shapes[0], shapes[2])
+            maps = [{d: d for d in updates}, dict(zip(*batching[::-1], strict=True))]
+            maps.append({row: d for d, row in updates.items()})
         case _ if shapes:
             maps[0] = _of_view(eqn, shapes[0], out)
         case _:
@@ -107,32 +115,17 @@ def _of_view(eqn: JaxprEqn, shape: Shape, out: Shape) -> dict[int, int]:
             return {}
 
 
-def _of_gather(
-    numbers: lax.GatherDimensionNumbers, sizes: Sequence[int], shape: Shape, out: Shape
-) -> list[dict[int, int]]:
-    batch = [d for d in range(len(out)) if d not in numbers.offset_dims]
-    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    operand = {d: batch[i] for d, i in pairs}
-    apart = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    window = [d for d in range(len(shape)) if d not in apart]
-    pairs = zip(window, numbers.offset_dims, strict=True)
-    operand |= {d: o for d, o in pairs if sizes[d] == shape[d]}
-    return [operand, dict(enumerate(batch))]
-
-
-def _of_scatter(
-    numbers: lax.ScatterDimensionNumbers, shapes: Sequence[Shape]
-) -> list[dict[int, int]]:
-    apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    window = [d for d in range(len(shapes[0])) if d not in apart]
-    pairs = list(zip(window, numbers.update_window_dims, strict=True))
-    updates = {w: d for d, w in pairs if shapes[0][d] == shapes[2][w]}
-    operand = {d: d for d in updates.values()}
-    rows = [d for d in range(len(shapes[2])) if d not in numbers.update_window_dims]
-    batching = zip(
-        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
-    )
-    indices: dict[int, int] = {}
-    for dim, index in batching:
-        operand[dim] = indices[index] = updates[rows[index]] = dim
-    return [operand, indices, updates]
+def _of_window(
+    inserted: Sequence[int],
+    window: Sequence[int],
+    batching: Sequence[int],
+    of_index: Sequence[int],
+    shape: Shape,
+    part: Shape,
+) -> tuple[dict[int, int], list[int]]:
+    """Returns which dimensions of an operand become which of what a gather reads of it, or a
+    scatter puts into it, and there the ones that indices have."""
+    rows = [d for d in range(len(part)) if d not in window]
+    inside = [d for d in range(len(shape)) if d not in (*inserted, *batching)]
+    dims = {d: w for d, w in zip(inside, window, strict=True) if shape[d] == part[w]}
+    return dims | {d: rows[i] for d, i in zip(batching, of_index, strict=True)}, rows

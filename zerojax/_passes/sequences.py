@@ -13,18 +13,11 @@ from collections.abc import Sequence
 from jax import Array
 
 from zerojax._jaxprs import type_of
-from zerojax._passes.block_runner import (
-    OTHERS,
-    BlockRunner,
-    Received,
-    TokenRule,
-    Tracked,
-)
+from zerojax._passes.block_runner import OTHERS, BlockRunner, Received, TokenRule, Tracked
 from zerojax._passes.blocks import Axis, Blocks
 from zerojax._passes.control import CONTROL
 from zerojax._passes.loss import Loss
-from zerojax._passes.matmuls import CUDNNS, fused_attention, multiplied
-from zerojax._passes.mixing import MIXING
+from zerojax._passes.mixing import CUDNNS, MIXING, fused_attention, multiplied
 from zerojax._table import human_bytes
 
 
@@ -48,14 +41,13 @@ def split_sequences(
     the aux that `may_stay` in blocks: `out_dims` says along which dimension they are.
     """
     runner = BlockRunner(Axis(axis, size), CONTROL, rule_of, most_gathered)
-    params, out_dims = len(loss.params), list[int | None]()
-    variables = loss.jaxpr.invars
+    variables, out_dims = loss.jaxpr.invars, list[int | None]()
     places: list[Blocks | None] = [None] * len(variables)
-    for k, dim in enumerate(dims, params):
+    for k, dim in enumerate(dims, len(loss.params)):
         places[k] = None if dim is None else Blocks(dim)
     shapes = [type_of(v).shape for v in variables]
-    pairs = zip(variables, shapes, places, strict=True)
-    types = [v.aval.update(shape=runner.axis.local(shape, at)) for v, shape, at in pairs]
+    triples = zip(variables, shapes, places, strict=True)
+    types = [v.aval.update(shape=runner.axis.local(shape, at)) for v, shape, at in triples]
 
     def code(*arrays: Array) -> list[Array]:
         values = [Tracked(*each) for each in zip(shapes, arrays, places, strict=True)]
