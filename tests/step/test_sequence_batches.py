@@ -169,6 +169,10 @@ def step_on(batch, written=None, **options):
         (step_on(np.ones((8, 3)), BOTH), r"3 tokens are fewer than the 4 devices of 'sequence'"),
         (step_on(np.ones((16, 16)), P("sequence", "sequence")), r"P\('data', 'sequence'\) where"),
         (step_on(np.ones((16, 16)), P(("data", "sequence"))), r"split over 'data'. Use P\('data'"),
+        (
+            step_on(np.ones((8, 16)), P(None, "sequence")),
+            r"no examples over 'data': all 2 groups.*PartitionSpec\('data', 'sequence'\)",
+        ),
         (step_on(np.ones((16, 16)), P("data", "seq")), r"has P.*'seq'.* the second has tokens"),
         (step_on(np.ones(16), BOTH), r"for the batch of shape \(16,\)"),
         (step_on(np.ones((7, 16))), r"7 examples, which do not divide over 2 devices"),

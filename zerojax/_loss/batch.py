@@ -187,16 +187,24 @@ def check(
 
 
 def check_tokens(args: Sequence[PyTree], roles: Sequence[Role], splits: Splits) -> None:
-    """Raises where no leaf has tokens to split."""
-    if splits.blocks > 1 and all(role.tokens is None for role in roles):
+    """Raises where no leaf has tokens to split, or none has examples for some of the devices."""
+    if splits.blocks == 1:
+        return
+    over = entry_over(splits.rows)
+    if all(role.tokens is None for role in roles):
         leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
         shapes = ", ".join(f"{_name(path)} {list(jnp.shape(x))}" for path, x in leaves[:3])
         raise ValueError(
             f"sequence={splits.tokens!r} splits nothing of this batch ({shapes}). It "
             f"needs {splits.blocks} tokens or more. Pass whole sequences as an argument of the "
             "loss; batch_specs= may name their dimension, "
-            f"PartitionSpec({entry_over(splits.rows)!r}, {splits.tokens!r}). Or place the state "
-            "without sequence=."
+            f"PartitionSpec({over!r}, {splits.tokens!r}). Or place the state without sequence=."
+        )
+    if splits.ways > 1 and all(role.kind != BATCH for role in roles):
+        raise ValueError(
+            f"batch_specs= splits tokens over {splits.tokens!r} and no examples over {over!r}: all "
+            f"{splits.ways} groups of devices would compute the same rows. Name both, "
+            f"PartitionSpec({over!r}, {splits.tokens!r}), or use a mesh without {over!r}."
         )
 
 
