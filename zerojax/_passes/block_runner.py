@@ -184,11 +184,11 @@ class BlockRunner:
                 return None
             parts = [v for v in operands for _ in range(v.shape[-1])]
             return self.constant(parts[column]) if parts[column].shape[-1] == 1 else None
-        arrays = [self.constant(operand) for operand in operands]
-        if any(array is None for array in arrays):
+        arrays = [x for x in map(self.constant, operands) if x is not None]
+        if len(arrays) < len(operands):
             return None
         with jax.ensure_compile_time_eval():
-            return np.asarray(_compat.bind(value.eqn, [x for x in arrays if x is not None])[0])
+            return np.asarray(_compat.bind(local(value.eqn, value.shape, arrays), arrays)[0])
 
     def natural(self, value: Tracked) -> Blocks | None:
         """Returns the blocks in which a value is, or that it has without a word to others."""
@@ -304,6 +304,10 @@ class BlockRunner:
         shapes = [type_of(v).shape for v in eqn.outvars]
         if name in WAITING and self.may_wait(name, eqn, operands):
             return [Tracked(shapes[0], eqn=eqn, operands=tuple(operands))]
+        params = eqn.params
+        begins = name == "slice" and not (any(params["start_indices"]) or params["strides"])
+        if begins and operands[0].eqn and (part := self.beginning(operands[0], shapes[0])):
+            return [part]
         places = [self.natural(v) for v in operands]
         if not any(places):
             return self.bound(eqn, operands, [None] * len(operands), [None] * len(shapes))
@@ -337,6 +341,22 @@ class BlockRunner:
         arrays = [o for o, waits in zip(operands, wait, strict=True) if not waits]
         # What grows may wait: each block is computed from less than it has.
         return any(wait) and all(np.prod(o.shape) < np.prod(shape) for o in arrays)
+
+    def beginning(self, value: Tracked, shape: Shape) -> Tracked | None:
+        """Returns the first elements of a value that waits, which wait as well."""
+        if value.eqn is None or value.shape == shape:
+            return value if value.shape == shape else None
+        dims = value.eqn.params.get("broadcast_dimensions", range(len(shape)))
+        if value.eqn.primitive.name not in ELEMENTWISE | primitives("iota broadcast_in_dim"):
+            return None
+        parts: list[Tracked] = []
+        for operand in value.operands:
+            pairs = zip(dims, operand.shape, strict=False)  # a scalar has none
+            lengths = tuple(shape[d] if n == value.shape[d] else n for d, n in pairs)
+            if (part := self.beginning(operand, lengths)) is None:
+                return None
+            parts.append(part)
+        return dataclasses.replace(value, shape=shape, operands=tuple(parts))
 
     def bound(
         self,
@@ -432,7 +452,7 @@ REMEDIES = {
 }
 
 
-def local(eqn: JaxprEqn, shape: Shape, arrays: Sequence[Array]) -> JaxprEqn:
+def local(eqn: JaxprEqn, shape: Shape, arrays: Sequence[Array | np.ndarray]) -> JaxprEqn:
     """Returns an equation whose first result has another shape, that of a block."""
     name, params = eqn.primitive.name, dict(eqn.params)
     if name in ("slice", "dynamic_slice", "gather"):
@@ -445,7 +465,9 @@ def local(eqn: JaxprEqn, shape: Shape, arrays: Sequence[Array]) -> JaxprEqn:
 
 
 # The parameter that is the shape of a result.
-SHAPES = {"broadcast_in_dim": "shape", "random_bits": "shape", "reshape": "new_sizes"}
+SHAPES = {"reshape": "new_sizes"} | dict.fromkeys(
+    primitives("iota broadcast_in_dim random_bits"), "shape"
+)
 
 
 def _whole(array: ArrayLike) -> Tracked:
