@@ -237,7 +237,8 @@ def windowed(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks)
             dim, width = out[k + 2], others[0].shape[rhs[k + 2]]
             every, dilation = params["lhs_dilation"][k], params["rhs_dilation"][k]
         case name:
-            fill, width = neutral(name, value.array.dtype), params["window_dimensions"][k]
+            fill = neutral(name, type_of(eqn.invars[0]).dtype)
+            width = params["window_dimensions"][k]
             every, dilation = params["base_dilation"][k], params["window_dilation"][k]
     if "padding" in params:
         first, stride = -params["padding"][k][0], params["window_strides"][k]
@@ -286,10 +287,10 @@ def rewritten(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks
     """Runs other operations of whole sequences in place of an equation."""
     code = functools.partial(REWRITTEN[eqn.primitive.name], eqn, at.dim)
     types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in map(type_of, eqn.invars)]
-    s.instead = eqn
+    outer, s.instead = s.instead, s.instead or eqn
     with scoped(eqn):
         outs = s.run(*_compat.opened(jax.make_jaxpr(code)(*types)), operands)
-    s.instead = None
+    s.instead = outer
     return outs
 
 
