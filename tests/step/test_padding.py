@@ -41,10 +41,10 @@ def test_shards_of_all_groups_nest():
     mesh = steps.row("groups").mesh  # 2 nodes of 3 GPUs
     leaf = {leaf.path: leaf for leaf in planned(mesh, groups=AMSP).params}["params/embed"]
     assert (leaf.near.axes, leaf.rest.axes) == (("gpu",), LEVELS)
-    assert leaf.near.padding == leaf.grad.padding == leaf.update.padding == 1
+    assert leaf.near.padding == leaf.grad.padding == leaf.update.padding == (1, 0)
     leaves = {leaf.path: leaf for leaf in planned(mesh, groups=HSDP).params}
     qkv = leaves["params/blocks/qkv"]
-    assert qkv.update.padding == 0, "111 is 3 x 37: the GPUs of a node divide it"
+    assert qkv.update.padding == (), "111 is 3 x 37: the GPUs of a node divide it"
 
 
 @pytest.mark.parametrize(("stage", "pad"), [(1, True), (2, True), (3, True), (3, False)])

@@ -128,7 +128,8 @@ def param_of(
     """
     compute_dtype = leaf.dtype if compute_dtype is None else compute_dtype
     is_alone = axes_size(mesh, batch_axes) == 1
-    far, replicas = beyond(leaf.rest.axes, leaf.near.axes), beyond(batch_axes, leaf.update.axes)
+    far = beyond(leaf.rest.axes, leaf.near.axes)
+    replicas = beyond(batch_axes, leaf.update.axes + leaf.update.apart)
     # The gradient of a single microbatch goes all the way to the shard that is updated, layer by
     # layer, and hides behind the layers before. Those of several go only to where they are summed,
     # so that each crosses nodes once, after the last microbatch.
@@ -149,7 +150,7 @@ def param_of(
     # the rest of its way is fast.
     codec = gather if leaf.rest.axes and not brings else EXACT
     crosses = () if accumulates else far
-    there = Route(leaf.near.axes, crosses, (), codec, leaf.rest.padding)
+    there = Route(leaf.near.axes, crosses, (), codec, leaf.rest.zeros)
     back = route((), landing.axes, () if accumulates else replicas)
     onward = None
     if (accumulates or not is_held) and not is_alone:
@@ -179,7 +180,7 @@ def _grad_route(
     """
     axes = beyond(end, start)
     far = beyond(axes, leaf.grad.axes if leaf.grad else ())
-    padding = leaf.update.padding if end and not start else 0
+    padding = leaf.update.zeros if end and not start else 0
     route = Route(beyond(axes, far), far, replicas, codec, padding)
     return route.coded_over(slow(route.axes, batch_axes))
 
@@ -270,7 +271,8 @@ def updated(value: Array, leaf: LeafPlan, mesh: Mesh) -> Array:
         value = scattered(value, leaf, mesh)
     if not leaf.update.padding:
         return value
-    longer = _travel.with_padding(value, leaf.update.dim, leaf.update.padding)
+    lengths = zip(value.shape, leaf.update.padded(value.shape), strict=True)
+    longer = jnp.pad(value, [(0, long - short) for short, long in lengths])
     return constrained(longer, leaf.update, mesh)
 
 
@@ -322,7 +324,7 @@ def _gathered(
     def gather(shard: Array, stack: Array | None, leaf: LeafPlan) -> Array:
         # Over all axes: a leaf that does not rest where it is updated rests whole. Exact, because
         # quantized parameters would drift.
-        cut = leaf.cut(Route(leaf.update.axes, padding=leaf.update.padding))
+        cut = leaf.cut(Route(leaf.update.axes, padding=leaf.update.zeros))
         return _travel.gather_updated(shard, stack, cut, leaf.stacked)
 
     return jax.shard_map(

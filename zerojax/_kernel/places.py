@@ -12,6 +12,7 @@ there.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -62,23 +63,35 @@ class Placement:
 
     `spec` names all mesh axes that shard it, including the user's own; `axes` are ZeRO's, which an
     all-gather spans. `memory` is a JAX memory kind, None for the device's own. `padding` counts
-    the elements added to the sharded dimension so that the devices divide it.
+    the elements added to each dimension so that the devices divide it; () means none. Experts stay
+    `apart` over an axis of the batch, which no gather and no sum of gradients spans.
     """
 
     spec: PartitionSpec
     axes: Axes = ()
     memory: str | None = None
-    padding: int = 0
+    padding: tuple[int, ...] = ()
+    apart: Axes = ()
 
     @property
     def dim(self) -> int | None:
         """The dimension that ZeRO shards."""
         return shard_dim(self.spec, self.axes) if self.axes else None
 
+    @property
+    def experts(self) -> int | None:
+        """The dimension that counts experts, if they stay apart."""
+        return shard_dim(self.spec, self.apart)
+
+    @property
+    def zeros(self) -> int:
+        """The elements added to the dimension that ZeRO shards."""
+        return 0 if self.dim is None or not self.padding else self.padding[self.dim]
+
     def over(self, axes: Axes) -> "Placement":
         """Returns the place of the same array, sharded only over those of its axes in `axes`.
 
-        Its padding stays the same, so that shards nest.
+        Its padding stays the same, so that shards nest; what rests whole has none.
         """
         here = tuple(axis for axis in self.axes if axis in axes)
         entry = entry_over(here) if here else None
@@ -87,13 +100,16 @@ class Placement:
             # `jax.jit` writes the specs of its results without a None at the end. An input with
             # another spelling would compile the step a second time.
             entries.pop()
-        padding = self.padding if here else 0
-        return Placement(PartitionSpec(*entries), here, self.memory, padding)
+        padding = (
+            self.padding if here else [n * (d != self.dim) for d, n in enumerate(self.padding)]
+        )
+        padding, spec = tuple(padding) if any(padding) else (), PartitionSpec(*entries)
+        return dataclasses.replace(self, spec=spec, axes=here, padding=padding)
 
     @property
     def local(self) -> PartitionSpec:
-        """The spec for a `shard_map` over ZeRO's axes, without other axes."""
-        return self.within(self.axes)
+        """The spec for a `shard_map` over the batch's axes, without other axes."""
+        return self.within((*self.axes, *self.apart))
 
     def within(self, axes: Collection[str]) -> PartitionSpec:
         """The spec for a `shard_map` over these axes, which may be the user's own."""
@@ -107,7 +123,7 @@ class Placement:
 
     def padded(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape that an array of this logical shape has here."""
-        return tuple(n + self.padding * (d == self.dim) for d, n in enumerate(shape))
+        return tuple(map(sum, itertools.zip_longest(shape, self.padding, fillvalue=0)))
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         if self.memory is not None and _compat.is_compile_only(mesh.devices.flat[0]):
@@ -122,7 +138,8 @@ class Placement:
 
     def others(self, rank: int) -> tuple[Entry, ...]:
         """Returns, for each dimension, the user's own axes that shard it; () if there are none."""
-        entries = [None if dim == self.dim else entry for dim, entry in enumerate(self.spec)]
+        zero = self.dim, self.experts
+        entries = [None if dim in zero else entry for dim, entry in enumerate(self.spec)]
         return (*entries, *[None] * (rank - len(entries))) if names_in(entries) else ()
 
 
@@ -185,6 +202,11 @@ class LeafPlan:
         rank, dtype = len(self.shape), self.dtype if dtype is None else dtype
         others = self.update.others(rank)
         return Cut(self.update.dim, rank, dtype, gather, reduce, others=others, path=self.path)
+
+    @property
+    def experts(self) -> int | None:
+        """The dimension that counts experts, if they stay apart."""
+        return self.rest.experts
 
     @property
     def nbytes(self) -> int:

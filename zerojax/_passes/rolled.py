@@ -69,7 +69,8 @@ def _stacked_leaf(leaves: Sequence[LeafPlan]) -> LeafPlan:
     first = leaves[0]
 
     def over(place: Placement) -> Placement:
-        return dataclasses.replace(place, spec=PartitionSpec(None, *place.spec))
+        padding = place.padding and (0, *place.padding)
+        return dataclasses.replace(place, spec=PartitionSpec(None, *place.spec), padding=padding)
 
     return dataclasses.replace(
         first,

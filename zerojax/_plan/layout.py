@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zerojax._kernel.places import Groups, LeafPlan, by_layer
+from zerojax._plan.expert import Experts
 from zerojax._plan.precision import Precision
 from zerojax._plan.sequence import Sequences
 from zerojax._specs import Axes, Splits, axes_size, beyond, names_in
@@ -22,7 +23,8 @@ class Layout:
     """The data of a plan, which its pictures, tables and digests read.
 
     The batch is split over `batch_axes`, and the loss is the mean over them. `sequence` says which
-    of them splits not rows but sequences. `groups` says over which of them each kind of array is
+    of them splits not rows but sequences, and `experts` over which of them experts stay apart.
+    `groups` says over which of them each kind of array is
     sharded.
     """
 
@@ -38,11 +40,12 @@ class Layout:
     _update: Update | None = dataclasses.field(default=None, compare=False)
     _given_mesh: Mesh | None = None  # on which arrays rest; its axes may be Explicit, not Auto
     sequence: Sequences | None = None
+    experts: Experts | None = None
 
     @functools.cached_property
     def _hash(self) -> int:
-        own = self.stage, self.mesh, self.batch_axes, self.leaves, self.precision, self.sequence
-        return hash(own)
+        own = self.stage, self.mesh, self.batch_axes, self.leaves, self.precision
+        return hash((*own, self.sequence, self.experts))
 
     def __hash__(self) -> int:
         return self._hash

@@ -70,25 +70,37 @@ def mesh(**sizes: int) -> Mesh:
 
 
 def resolve(
-    mesh: Mesh | None, axis: str | Sequence[str] | None, sequence: str | None = None
+    mesh: Mesh | None,
+    axis: str | Sequence[str] | None,
+    sequence: str | None = None,
+    experts: str | None = None,
 ) -> tuple[Mesh, Axes]:
-    """Returns the mesh and the ZeRO axes that `mesh=`, `axis=` and `sequence=` stand for."""
+    """Returns the mesh and the ZeRO axes that `mesh=`, `axis=`, `sequence=` and the axis of
+    `experts=` stand for."""
     _processes.warn_if_not_joined()
     mesh = (current() or _default_mesh()) if mesh is None else mesh
     _check_mesh(mesh)
-    axes, names = as_names(axis), beyond(mesh.axis_names, (sequence,))
-    if sequence and sequence not in mesh.axis_names:
+    axes, names = as_names(axis), beyond(mesh.axis_names, (sequence, experts))
+    more = tuple(filter(None, (sequence, experts)))
+    options = (f"sequence={sequence!r}", sequence), (f"experts= over {experts!r}", experts)
+    for option, name in options:
+        if name and name not in mesh.axis_names:
+            raise ValueError(
+                f"{option} is no axis of the mesh, whose axes are {mesh.axis_names}. Pass a mesh "
+                f"that has it: mesh=zerojax.mesh(data=-1, {name}=2), say."
+            )
+        if name in (axes or ()):
+            raise ValueError(
+                f"{option} and axis={axis!r} name the same axis. Leave it out of axis=: the batch "
+                "is split over it, and ZeRO shards over it, all the same."
+            )
+    if experts and experts == sequence:
         raise ValueError(
-            f"sequence={sequence!r} is no axis of the mesh, whose axes are {mesh.axis_names}. Pass "
-            f"a mesh that has it: mesh=zerojax.mesh(data=-1, {sequence}=2), say."
-        )
-    if sequence in (axes or ()):
-        raise ValueError(
-            f"sequence={sequence!r} splits sequences, and axis={axis!r} splits rows over it. Leave "
-            "it out of axis=: ZeRO shards over it all the same."
+            f"sequence={sequence!r} and experts= over {experts!r} name the same axis. Pass a mesh "
+            "with an axis for each: mesh=zerojax.mesh(data=-1, sequence=2, expert=2), say."
         )
     if axis is None:
-        is_alone = len(names) == 1 or mesh.axis_names == (sequence,)
+        is_alone = len(names) == 1 or {*mesh.axis_names} == {*more}
         axes = names if is_alone else (DEFAULT_AXIS,)
         if not set(axes) <= set(names):
             each = ", ".join(f"axis={name!r}" for name in names)
@@ -99,14 +111,14 @@ def resolve(
                 "pass groups=dict.fromkeys(('params', 'grads', 'opt_state'), "
                 f"{names[-1]!r}) where you place the state."
             )
-    fewest = min(len(names), 1)  # the axis of sequences may be the only one
+    fewest = min(len(names), 1)  # those of sequences and experts may be the only ones
     if axes is None or len({*axes}) < max(len(axes), fewest) or not {*axes} <= {*names}:
         raise ValueError(
             f"axis={axis!r} must name one axis of the mesh, or several different ones; its axes "
             f"are {names}. Pass one of them, or leave axis= out."
         )
     # The mesh, not the order in which a user names axes, says which links are fast.
-    return mesh, tuple(name for name in mesh.axis_names if name in {*axes, sequence})
+    return mesh, tuple(name for name in mesh.axis_names if name in {*axes, *more})
 
 
 def _check_mesh(mesh: object) -> None:

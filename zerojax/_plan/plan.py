@@ -38,7 +38,7 @@ class Plan(Layout):
     the `path`, `shape`, `dtype` and `spec` of each leaf, and the `dim` that is sharded or the
     `reason` why none is; `params` has those of parameters. `stage`, `mesh`, `groups` and
     `precision` are as in `zerojax.plan`, and `size` devices along `batch_axes` split the batch,
-    with `sequence` both rows and sequences.
+    with `sequence` both rows and sequences; with `experts`, those are apart over one of these axes.
 
     Example:
         >>> params = {"w": jax.ShapeDtypeStruct((1024, 8), "float32"), "b": jnp.zeros(8)}
@@ -220,7 +220,7 @@ class Plan(Layout):
         return [
             grad
             if grad is None or grad.shape == shape
-            else _device.scattered(grad, leaf, self.mesh)
+            else padded(_device.scattered(grad, leaf, self.mesh), shape)
             for grad, leaf, shape in zip(grads, self.params, shapes, strict=True)
         ]
 
@@ -317,6 +317,7 @@ def fingerprint(plan: Layout) -> dict[str, str]:
         "the mesh": _fingerprint.show(plan.mesh),
         "the axis": str(plan.batch_axes),
         "how sequences are split": str(plan.sequence),
+        "which experts are apart": str(plan.experts),
         "the devices": " ".join(str(device.id) for device in plan.mesh.devices.flat),
         "the precision of the state": str(plan.precision),
         "the state": "\n".join(leaves),

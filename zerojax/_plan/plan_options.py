@@ -7,6 +7,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax._declared import Options, option
+from zerojax._plan.expert import Experts
 from zerojax._plan.offload import Offload
 from zerojax._plan.precision import Precision, check_precision
 from zerojax._plan.rule import DEFAULT_MIN_SHARD_SIZE
@@ -51,6 +52,13 @@ class PlanOptions(Options):
         """one more mesh axis, along which steps split the sequences of a batch: "sequence" of
         `zerojax.mesh(data=2, sequence=4)`. ZeRO shards over it, too. The loss stays that of whole
         sequences. `zerojax.Sequences` says how.""",
+    )
+    experts: Experts | Mapping[str, str] | None = option(
+        None,
+        """one more mesh axis that splits the rows of the batch, and a path regex of the parameters
+        that are experts: `{"expert": "experts|w[123]"}` of `zerojax.mesh(data=4, expert=2)`. Each
+        device along it has other experts at every stage, and ZeRO shards them over the other
+        axes.""",
     )
     groups: Mapping[str, str | Sequence[str]] | None = option(
         None,

@@ -4,9 +4,10 @@ A plan says for each leaf how it is sharded, or why it is not. `zerojax.plan` de
 `shard_train_state`, `unpad` and `gather_params` move states.
 """
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +27,18 @@ from zerojax._plan import (
     padding as _padding,
     quantize as _quantize,
 )
+from zerojax._plan.expert import Experts, as_experts
 from zerojax._plan.kept import stored_with
 from zerojax._plan.offload import as_offload
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.plan_options import PlanOptions, StateOptions
 from zerojax._plan.precision import Precision
 from zerojax._plan.rule import Rule, chosen_groups
-from zerojax._plan.sequence import as_sequences
+from zerojax._plan.sequence import Sequences, as_sequences
 from zerojax._run import agreement as _agreement, programs as _programs
 from zerojax._specs import Axes, beyond, names_in
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
-from zerojax._state.hints import is_stack, layer_dims, own_axes
+from zerojax._state.hints import is_of_some, layer_dims, own_axes
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf, state_of
 from zerojax._types import PyTree, Shape, is_key
 from zerojax._warn import warn
@@ -69,17 +71,20 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
     """
     _readings.check()  # what is traced first is the optimizer
     sequence = as_sequences(options.sequence)
-    given, axes = _devices(options, state_or_fn, sequence and sequence.axis)
+    experts = as_experts(options.experts)
+    given, axes = _devices(options, state_or_fn, sequence, experts)
     mesh = with_auto_axes(given)
     groups = chosen_groups(options.stage, axes, {} if options.groups is None else options.groups)
     patterns = {} if options.overrides is None else options.overrides
     shards_over = groups.opt_state or axes
-    rule = Rule(mesh, shards_over, patterns, options.min_shard_size, options.pad)
+    rule = Rule(mesh, shards_over, patterns, options.min_shard_size, options.pad, experts)
     state, leaves = _as_stored(state_or_fn, options.precision)
     _refusals.check_one_tx(state, options.tx)
     tx = _state.get_tx(state) if options.tx is None else options.tx
-    stacks = layer_dims(_state.get_params(state), options.stacked)
-    params = [leaf.name for leaf in leaves if leaf.kind == PARAMS]
+    names = {leaf.path[1:]: leaf.name for leaf in leaves if leaf.kind == PARAMS}
+    params = [*names.values()]
+    apart = _state.matching(experts.pattern, names, "experts=") if experts else set[tuple]()
+    stacks = layer_dims(_state.get_params(state), options.stacked, apart)
     _state.check_patterns(rule.overrides, params, "overrides=")
     gathered = _codecs.patterns_of(options.precision and options.precision.gather)
     _state.check_patterns(gathered, params, "Precision(gather=)")
@@ -93,7 +98,7 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
         _quantize.check_frozen(state, frozen)
     over = groups if rule.size > 1 else Groups()
     planned = [
-        _leaf_plan(leaf, spec, over, rule, leaf.name in frozen, is_stack(leaf, stacks), *named)
+        _leaf_plan(leaf, spec, over, rule, frozen, stacks, apart, *named)
         for leaf, spec, (_, *named) in zip(leaves, specs, own, strict=True)
     ]
     if offload := as_offload(options.offload):
@@ -110,20 +115,23 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
         update,
         given,
         sequence,
+        experts,
     )
     _check_worth(result)
     return result
 
 
-def _devices(options: PlanOptions, state: PyTree, tokens: str | None) -> tuple[Mesh, Axes]:
-    """Returns the mesh, and the axes that the batch is split over: all of them, with groups. One of
-    them may split its `tokens`."""
+def _devices(
+    options: PlanOptions, state: PyTree, sequence: Sequences | None, experts: Experts | None
+) -> tuple[Mesh, Axes]:
+    """Returns the mesh, and the axes that the batch is split over: all of them, with groups."""
     axis, given = options.axis, options.mesh
+    more = sequence and sequence.axis, experts and experts.axis
     if given is None:
         given = carried_mesh(state) or _mesh.current()
     if options.groups is not None and given is not None and axis is None:
-        axis = beyond(given.axis_names, (tokens,)) or None
-    mesh, axes = _mesh.resolve(given, axis, tokens)
+        axis = beyond(given.axis_names, more) or None
+    mesh, axes = _mesh.resolve(given, axis, *more)
     if given is None and options.stage >= 1 and mesh.devices.size == 1:
         _warn_alone(mesh.devices.flat[0].platform)
     return mesh, axes
@@ -162,29 +170,33 @@ def _leaf_plan(
     spec_and_reason: Reasoned,
     groups: Groups,
     rule: Rule,
-    frozen: bool,
-    stacked: bool,
+    frozen: Container[str],
+    stacks: Collection[tuple],
+    experts: Collection[tuple],
     absent: Axes,
     taken: Axes,
 ) -> LeafPlan:
     spec, reason = spec_and_reason
-    if frozen and not groups.params:  # no optimizer state to follow, no gradient to shard
+    is_frozen = leaf.name in frozen
+    if is_frozen and not groups.params:  # no optimizer state to follow, no gradient to shard
         groups, reason = Groups(), FROZEN
     struct = _state.shape_dtype(leaf.value)
-    own = tuple(axis for axis in rule.axes if axis in names_in(spec))
+    may_be = (rule.experts.axis,) if rule.experts and is_of_some(leaf, experts) else ()
+    apart = tuple(axis for axis in may_be if axis in tuple(spec))
+    own = tuple(axis for axis in beyond(rule.axes, apart) if axis in names_in(spec))
     return leaf_at(
-        Placement(spec, own, padding=rule.padding(struct.shape, spec)),
+        Placement(spec, own, padding=rule.padding(struct.shape, spec), apart=apart),
         groups,
         is_param=leaf.kind == PARAMS,
         path=leaf.name,
         kind=leaf.kind,
         shape=tuple(struct.shape),
         dtype=struct.dtype,
-        stacked=stacked,
+        stacked=is_of_some(leaf, stacks),
         reason=reason,
-        frozen=frozen,
+        frozen=is_frozen,
         absent=() if leaf.kind == OPT_STATE else absent,
-        taken=() if leaf.kind == OPT_STATE else taken,
+        taken=() if leaf.kind == OPT_STATE else beyond(taken, apart),
     )
 
 
@@ -222,7 +234,8 @@ def _shard_specs(
         if result is None:
             result = followed or (PartitionSpec(), "neither a parameter nor optimizer state")
             if followed is None and leaf.kind == OPT_STATE:
-                spec, reason = rule(leaf.name, shape, PartitionSpec(), 0)
+                alone = dataclasses.replace(rule, experts=None)  # no parameter, whatever its path
+                spec, reason = alone(leaf.name, shape, PartitionSpec(), 0)
                 why = f"sharded by its shape only: {untyped}" if untyped else None
                 result = spec, "; ".join(filter(None, (reason, why))) or None
             spec, reason = result
@@ -271,7 +284,8 @@ def _check_worth(plan: Plan) -> None:
     """Warns if much of the state cannot be sharded as the stage asks."""
     params = [leaf for leaf in plan.params if leaf.shape]
     chosen = ("overrides=", FROZEN)
-    unwanted = (leaf for leaf in params if leaf.dim is None and leaf.reason not in chosen)
+    whole = (leaf for leaf in params if leaf.dim is None and leaf.experts is None)
+    unwanted = (leaf for leaf in whole if leaf.reason not in chosen)
     replicated = sorted(unwanted, key=lambda leaf: -leaf.nbytes)
     nbytes, total = (sum(leaf.nbytes for leaf in leaves) for leaves in (replicated, params))
     is_little = nbytes < REPLICATED_BYTES or nbytes <= REPLICATED_SHARE * total

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax._kernel.places import KINDS, Groups, groups_of
+from zerojax._kernel.places import KINDS, Groups, Placement, groups_of
+from zerojax._plan.expert import Experts
 from zerojax._specs import (
     Axes,
     Entry,
@@ -77,6 +78,7 @@ class Rule:
     overrides: Mapping[str, PartitionSpec]
     min_shard_size: int
     pad: bool
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.min_shard_size, int) or self.min_shard_size < 0:
@@ -112,11 +114,19 @@ class Rule:
         first that counts layers, and shards another of these only if nothing else is left: a step
         would gather the full stack for one layer.
         """
+        experts = self.experts if self.experts and self.experts.matches(path) else None
         for pattern, spec in self.overrides.items():
             if re.search(pattern, path):
-                self._check_override(path, shape, spec)
+                self._check_override(path, shape, spec, experts)
                 spec = PartitionSpec(*map(self._in_order, spec))
                 return spec, None if shard_dim(spec, self.axes) is not None else "overrides="
+        if experts:
+            base = experts.base(path, shape, base, layers)
+            experts.check(path, shape, base, self.mesh, self.pad)
+            others = beyond(self.axes, (experts.axis,))
+            if not others:
+                return base, "ZeRO has no other axis"
+            return dataclasses.replace(self, axes=others, experts=None)(path, shape, base, layers)
         if not shape:
             return base, "scalar"
         if np.prod(shape) < self.min_shard_size:
@@ -155,19 +165,21 @@ class Rule:
             )
         return f"no dimension of {tuple(shape)}{after} divides by {self.size}, and pad=False"
 
-    def padding(self, shape: Sequence[int], spec: PartitionSpec) -> int:
-        """Returns how many elements must be added to the dimension that ZeRO shards."""
-        dim = shard_dim(spec, self.axes)
-        if dim is None:
-            return 0
-        return -shape[dim] % axes_size(self.mesh, [*names_in([spec[dim]])])
+    def padding(self, shape: Sequence[int], spec: PartitionSpec) -> tuple[int, ...]:
+        """Returns how many elements must be added to each dimension that the batch's axes shard."""
+        axes = {*self.axes, self.experts and self.experts.axis}
+        each = [(n, names_in([entry])) for n, entry in itertools.zip_longest(shape, spec)]
+        counts = [-n % axes_size(self.mesh, [*names]) if names & axes else 0 for n, names in each]
+        return tuple(counts) if any(counts) else ()
 
     def padded_shape(self, shape: Sequence[int], spec: PartitionSpec) -> tuple[int, ...]:
-        dim, padding = shard_dim(spec, self.axes), self.padding(shape, spec)
-        return tuple(n + padding * (d == dim) for d, n in enumerate(shape))
+        return Placement(spec, padding=self.padding(shape, spec)).padded(shape)
 
-    def _check_override(self, path: str, shape: Sequence[int], spec: PartitionSpec) -> None:
+    def _check_override(
+        self, path: str, shape: Sequence[int], spec: PartitionSpec, experts: Experts | None
+    ) -> None:
         """Raises for an override that a leaf of this shape cannot follow."""
+        apart = experts and experts.axis
         leaf, put = f"{path} (shape {tuple(shape)})", entry_over(self.axes)
         if len(spec) > len(shape):
             raise ValueError(
@@ -179,8 +191,9 @@ class Rule:
                 f"overrides= puts {path} on {spec}, but UNCONSTRAINED says nothing about "
                 "placement. Put None for a dimension that you do not shard."
             )
-        sharded = [entry for entry in spec if names_in([entry]) & set(self.axes)]
-        if len(sharded) > 1 or any(names_in([entry]) - set(self.axes) for entry in sharded):
+        axes = set(self.axes)
+        sharded = [entry for entry in spec if names_in([entry]) & axes and entry != apart]
+        if len(sharded) > 1 or any(names_in([entry]) - axes for entry in sharded):
             raise ValueError(
                 f"overrides= puts {path} on {spec}, but ZeRO shards only one dimension, over all "
                 f"or some of its axes {self.axes}. Put {put!r} there, or pass PartitionSpec(None) "
@@ -195,13 +208,15 @@ class Rule:
                         f"its axes are {self.mesh.axis_names}. Name one of those."
                     )
             total = axes_size(self.mesh, names)
-            is_padded = self.pad and set(names) <= set(self.axes)
+            is_padded = self.pad and axes.union([apart]).issuperset(names)
             if shape[dim] % total and not is_padded:
                 raise ValueError(
                     f"overrides= puts {leaf} on {spec}, but {total} does not divide dimension "
                     f"{dim} ({shape[dim]}). Resize it to {padded(shape[dim], total)} or override "
                     "another dimension."
                 )
+        if experts:
+            experts.check(path, shape, spec, self.mesh, self.pad)
 
     def _in_order(self, entry: Entry) -> Entry:
         """Returns an entry of a spec with ZeRO's axes in the order of all leaves, as groups need

@@ -126,7 +126,7 @@ def leaf_text(plan: Layout, path: str) -> str:
     part, full = human_bytes(leaf.bytes_per_device(plan.mesh)), human_bytes(leaf.nbytes)
     text = f"{path}: {leaf.dtype}{shape_text(leaf)}, {part} of {full} on each device"
     if leaf.reason:
-        text += f", {'replicated: ' if leaf.dim is None else ''}{leaf.reason}"
+        text += f", {'replicated: ' if leaf.dim is leaf.experts is None else ''}{leaf.reason}"
     if plan._is_grouped and leaf.dim is not None:
         rest, near, update = (" x ".join(p.axes) for p in (leaf.rest, leaf.near, leaf.update))
         text += f", sharded over {rest}" if rest else ", replicated"
@@ -169,8 +169,9 @@ def plan_title(plan: Layout) -> str:
     device = plan.mesh.devices.flat[0].device_kind
     sharded = ", ".join(kind for kind in reversed(KINDS) if getattr(plan.groups, kind))
     what = groups_text(plan.groups) if plan._is_grouped else f"sharded: {sharded or 'nothing'}"
-    sequences = f"; sequences over {plan.sequence.axis}" if plan.sequence else ""
-    return f"ZeRO stage {plan.stage} over {over} ({device}); {what}{sequences}"
+    for kind, split in ("sequences", plan.sequence), ("experts", plan.experts):
+        what += f"; {kind} over {split.axis}" if split else ""
+    return f"ZeRO stage {plan.stage} over {over} ({device}); {what}"
 
 
 def groups_text(groups: Groups) -> str:

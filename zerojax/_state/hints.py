@@ -6,7 +6,7 @@ those in force (`nn.logical_axis_rules`).
 """
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -73,13 +73,16 @@ def axes_of_rules() -> set[str]:
 # -- stacks of layers
 
 
-def layer_dims(params: PyTree, pattern: str | tuple[()] | None) -> dict[tuple, int]:
+def layer_dims(
+    params: PyTree, pattern: str | tuple[()] | None, experts: Collection[tuple] = ()
+) -> dict[tuple, int]:
     """Returns, by path, how many leading dimensions count layers.
 
     It is 1 for the stack of a `scan` over layers, 2 for loops within loops. The loss is not known
     yet, so only shapes can tell: a stack is a subtree of at least two leaves with the same leading
-    size, one of them at least a stacked matrix. If there is a `pattern`, it decides; () is that of
-    no leaf. A wrong guess only moves the shard to the next dimension.
+    size, one of them at least a stacked matrix. A weight of `experts` has a dimension more, and so
+    counts as one without its last. If there is a `pattern`, it decides; () is that of no leaf. A
+    wrong guess only moves the shard to the next dimension.
     """
     if isinstance(pattern, tuple) and not pattern:
         return {}
@@ -97,7 +100,7 @@ def layer_dims(params: PyTree, pattern: str | tuple[()] | None) -> dict[tuple, i
             dims |= {(*path, *leaf.path): 1 for leaf in leaves_with_paths(node)}
 
     def walk(depth: int, group: list[Leaf]) -> None:
-        shapes = [np.shape(leaf.value) for leaf in group]
+        shapes = [np.shape(x.value)[: -1 if x.path in experts else None] for x in group]
         if len(group) >= 2 and _is_stack(shapes):
             both = _is_stack([shape[1:] for shape in shapes])
             dims.update(dict.fromkeys((leaf.path for leaf in group), 1 + both))
@@ -120,9 +123,9 @@ def _is_stack(shapes: list[Shape]) -> bool:
     return len({s[0] for s in shapes}) == 1 and 1 < shapes[0][0] <= MOST_LAYERS
 
 
-def is_stack(leaf: Leaf, stacks: Mapping[tuple, int]) -> bool:
-    """Whether a leaf of a state is one of these stacks of layers, or follows such a parameter."""
+def is_of_some(leaf: Leaf, params: Collection[tuple]) -> bool:
+    """Whether a leaf of a state is one of these parameters, or follows one."""
     path = leaf.path[1:]
     if leaf.kind == PARAMS:
-        return path in stacks
-    return any(path[-len(stack) :] == stack for stack in stacks)
+        return path in params
+    return any(path[-len(param) :] == param for param in params)

@@ -27,7 +27,7 @@ from zerojax._plan.encodings import NEIGHBOURS
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.roles import SCALES, roles_of
 from zerojax._progress import working
-from zerojax._specs import Axes, axes_size, names_in
+from zerojax._specs import Axes, axes_size, beyond, names_in
 from zerojax._state import state as _state
 from zerojax._state.state import state_of
 from zerojax._step.step import Step, train_step
@@ -129,7 +129,7 @@ def _unlike(large: LeafPlan | None, small: LeafPlan | None) -> Iterator[str]:
         return
     for name in ("rest", "near", "grad", "update"):
         there, here = (getattr(leaf, name) for leaf in (large, small))
-        places = [p and dataclasses.replace(p.over(p.axes), padding=0) for p in (there, here)]
+        places = [p and dataclasses.replace(p.over(p.axes), padding=()) for p in (there, here)]
         if places[0] != places[1]:
             yield f"{name}: {there} there, {here} here"
     for name in ("stacked", "frozen"):
@@ -190,12 +190,13 @@ def _unlike_padding(
     axes do not divide a leaf."""
     count = 0
     for there, leaf in pairs:
-        for length, entry in zip(leaf.value.shape, there.update.spec, strict=False):
+        entries = zip(leaf.value.shape, there.update.spec, strict=False)
+        for dim, (length, entry) in enumerate(entries):
             over = math.prod(sizes[axis] for axis in names_in([entry]))
             if not names_in([entry]) & {*axes}:
                 if length % over:
                     return None
-            elif bool(length % over) != bool(there.update.padding):
+            elif bool(length % over) != any(there.update.padding[dim : dim + 1]):
                 count += 1
     return count
 
@@ -215,8 +216,9 @@ def _placed_like(
         source,
         stage=plan.stage,
         mesh=mesh,
-        axis=plan._splits.rows or None,
+        axis=beyond(plan._splits.rows, (plan.experts and plan.experts.axis,)) or None,
         sequence=plan.sequence,
+        experts=plan.experts,
         groups=dataclasses.asdict(plan.groups) if is_sharded else None,
         overrides={f"^{re.escape(leaf.path)}$": leaf.update.spec for leaf in params},
         min_shard_size=0,
