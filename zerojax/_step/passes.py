@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from zerojax._kernel.travel import Codec
 from zerojax._loss.batch import REPLICATED, Microbatches
+from zerojax._passes.experts import keep_experts
 from zerojax._passes.layered import layered
 from zerojax._passes.loss import Loss, Pass
 from zerojax._passes.means import has_counts, over_rows, with_counts_first
@@ -35,6 +36,9 @@ def rewritten(
         dims = [role.tokens for role in microbatches.roles]
         split = how.axis, blocks, dims, have_rows, how.most_gathered
         passes.append(lambda loss: split_sequences(loss, *split))
+    if (who := plan.experts) and (size := plan.mesh.shape[who.axis]) > 1:
+        apart = [leaf.experts for leaf in plan.params]
+        passes.append(lambda loss: keep_experts(loss, who.axis, size, apart))
     # Before layers are rolled up: that leaves no call of a mean, and puts some into loops.
     if options.accumulate > 1 and has_counts(loss):
         passes.append(with_counts_first)

@@ -365,5 +365,5 @@ def sum_of_squares(grad: Array) -> Array:
 
 def _over_shards(squares: Array, p: Param) -> Array:
     """Returns the sum of what each shard of a gradient has."""
-    over = p.leaf.update.axes
+    over = p.leaf.update.axes + p.leaf.update.apart
     return lax.psum(squares, over) if over else squares
