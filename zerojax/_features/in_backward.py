@@ -287,6 +287,8 @@ def _why_not(leaf: LeafPlan) -> str:
         return "it is sharded over its layers" if leaf.stacked else NO_STACK
     if leaf.frozen:
         return "it is not updated"
+    if leaf.experts is not None:  # a device's part of a layer is one along two dimensions
+        return "its experts are apart"
     if leaf.update.padding:
         return "it is padded (pad=False replicates it)"
     whole = leaf.kind == PARAMS and leaf.rest.dim is None
