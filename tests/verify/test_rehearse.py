@@ -48,7 +48,8 @@ def test_a_plan_of_400_runs_on_8(large_mesh):
     offload = zerojax.Offload(opt_state=True, min_bytes=2**10)
     plan = zerojax.plan(make(), mesh=large_mesh, groups=groups, offload=offload)
     step = zerojax.train_step(loss)
-    result = zerojax.verify(step, make(32, 2), BATCH, plan=plan)
+    # The state itself, whose step is a number that Flax has made no array of.
+    result = zerojax.verify(step, make(32, 2)(), BATCH, plan=plan)
     assert result.ok, str(result)
     # 400 devices divide 512 no more than 6 divide 32: the same leaves are padded.
     assert "Ran on node=2, gpu=3 in place of node=50, gpu=8" in result.notes[0]

@@ -190,7 +190,7 @@ def _unlike_padding(
     axes do not divide a leaf."""
     count = 0
     for there, leaf in pairs:
-        entries = zip(leaf.value.shape, there.update.spec, strict=False)
+        entries = zip(np.shape(leaf.value), there.update.spec, strict=False)
         for dim, (length, entry) in enumerate(entries):
             over = math.prod(sizes[axis] for axis in names_in([entry]))
             if not names_in([entry]) & {*axes}:
