@@ -185,7 +185,7 @@ FLAGS = {
     "--gather int8 --reduce int4 --no-pad --update backward --stages 1 3 --accumulate 1 4": {
         "per_host": 4,
         "rates": zerojax.tools.rates_of("A100", network=12.5e9),
-        "groups": {"params": ("gpu",), "grads": ("gpu",), "opt_state": ("gpu", "node")},
+        "groups": {"params": "gpu", "grads": "gpu", "opt_state": ("gpu", "node")},
         "schedule": zerojax.Schedule(regather="gpu", update="backward"),
         "precision": PRECISION(gather="int8", reduce="int4"),
         "pad": False,
@@ -198,7 +198,7 @@ FLAGS = {
         "per_host": 2,
         # each GPU's, whatever the memory of its host
         "rates": zerojax.tools.rates_of("A100", host=12e9, host_memory=math.inf),
-        "groups": {"params": (), "opt_state": ("gpu",)},
+        "groups": {"params": (), "opt_state": "gpu"},
         "precision": PRECISION(gather="int8", **NARROW),
         "offload": ("opt_state", "params"),
         "tokens": 9,
@@ -209,6 +209,11 @@ FLAGS = {
     },
     "--sequence 4": {"sequence": 4},
     "--sequence 8,0.2": {"sequence": (8, 0.2)},
+    "--mesh data=-1,heads=2,parts=4 --axis data --sequence parts": {
+        "mesh": {"data": -1, "heads": 2, "parts": 4},
+        "axis": "data",
+        "sequence": "parts",
+    },
     "--split --moments int8": {"precision": PRECISION(moments="int8", **SPLIT)},
     "--compute bfloat16 --reduce float32 --axis host,card --prefetch 0 --skip-nonfinite "
     "--no-donate --mutable batch_stats": {

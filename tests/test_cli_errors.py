@@ -28,11 +28,11 @@ BAD = {
     ),
     "chosen and told": (
         ("forecast", "124m", *["--choose", "--offload", "params", "--reduce", "int8", "--no-pad"]),
-        "--choose takes no --offload, --no-pad, --reduce: it finds the fastest way itself. Leave",
+        "--choose takes no --offload, --reduce: it finds the fastest way itself. Leave",
     ),
     "what choose has not": (
         ("forecast", "124m", *["--choose", "--keep-layers", "4", "--no-pad"]),
-        "--choose takes no --keep-layers, --no-pad: it finds",
+        "--choose takes no --keep-layers: it finds",
     ),
     "binary": (("audit", "binary.hlo"), "binary.hlo cannot be read as HLO (not text). Name a file"),
     "too many": (("forecast", "124m", "--gpus", "10000000xH100"), "more than 100,000 GPUs, and no"),

@@ -151,7 +151,7 @@ def test_gpus_share_sequences(cpus):
         result = zerojax.forecast(audits.loss, audits.make_state, BATCH, **given)
     assert meshes.call_args.args == ("8xH100", (2, 4), ("data", "sequence"))
     (case,) = result.cases
-    assert (case.sequence, case.rows, case.tokens) == (4, ROWS // 2, ROWS * LENGTH)
+    assert (case.share, case.rows, case.tokens) == (4, ROWS // 2, ROWS * LENGTH)
     assert case.formula == 16 * PSI // N + 8
     assert "sequence=4" in str(result)
     batch = lambda rows: jax.ShapeDtypeStruct((rows, LENGTH), jnp.int32)
@@ -221,7 +221,7 @@ TRAINS_NOTHING = r"a step of eval_step trains nothing.*Pass the loss, or a step 
         ({"batch": {}}, ValueError, "the batch has no arrays with rows. Pass the global batch"),
         ({"groups": {"params": "data"}}, ValueError, "no axis 'data'"),
         ({"sequence": 0}, ValueError, "sequence=0 must be positive: how many GPUs share"),
-        ({"sequence": "sequence"}, ValueError, "sequence='sequence' must be positive"),
+        ({"sequence": "cp"}, ValueError, "sequence='cp' must name an axis of mesh=, as"),
         ({"sequence": (2, 0.2, 1)}, ValueError, r"such as 8, or \(8, 0.2\) with the most_gathered"),
         ({"sequence": (2, -1)}, ValueError, r"Sequences\(most_gathered=-1\) must be a share"),
         ({"sequence": 3}, ValueError, "sequence=3 GPUs .* divide the 2 GPUs of the mesh. Pass a"),

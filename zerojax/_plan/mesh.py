@@ -1,7 +1,7 @@
 """The devices of a plan, and the mesh axes that ZeRO shards over."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import jax
@@ -55,18 +55,24 @@ def mesh(**sizes: int) -> Mesh:
         {'node': 2, 'gpu': 4}
     """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    others = -math.prod(sizes.values())  # the product of the other sizes, where one is -1
-    if list(sizes.values()).count(-1) == 1 and others > 0 and len(devices) % others == 0:
-        sizes = {name: len(devices) // others if n == -1 else n for name, n in sizes.items()}
-    if not sizes or min(sizes.values()) < 1 or math.prod(sizes.values()) != len(devices):
-        product = " x ".join(map(str, sizes.values()))
-        raise ValueError(
-            f"a mesh of {product or 'no axes'} does not hold the {len(devices)} devices. Pass "
-            "sizes with that product; one may be -1: zerojax.mesh(node=-1, "
-            f"gpu={jax.local_device_count()})."
-        )
+    such_as = f"zerojax.mesh(node=-1, gpu={jax.local_device_count()})"
+    sizes = filled(sizes, len(devices), "devices", such_as)
     types = (AxisType.Auto,) * len(sizes)
     return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes), axis_types=types)
+
+
+def filled(sizes: Mapping[str, int], count: int, what: str, such_as: str) -> dict[str, int]:
+    """Returns the sizes of the axes of a mesh, of which the number of devices may decide one."""
+    others = -math.prod(sizes.values())  # the product of the other sizes, where one is -1
+    if list(sizes.values()).count(-1) == 1 and others > 0 and count % others == 0:
+        sizes = {name: count // others if n == -1 else n for name, n in sizes.items()}
+    if not sizes or min(sizes.values()) < 1 or math.prod(sizes.values()) != count:
+        product = " x ".join(map(str, sizes.values()))
+        raise ValueError(
+            f"a mesh of {product or 'no axes'} does not hold the {count} {what}. Pass sizes with "
+            f"that product; one may be -1: {such_as}."
+        )
+    return dict(sizes)
 
 
 def resolve(

@@ -32,7 +32,7 @@ from zerojax.tools import _launch
 from zerojax.tools._audit.report import Report, check_limits
 from zerojax.tools._flags import OF_STEP, parser
 from zerojax.tools._forecast import cache as _cache, network as _network, presets as _presets
-from zerojax.tools._forecast.forecast import LossFn, each_once
+from zerojax.tools._forecast.forecast import ForecastOptions, LossFn, Workload, each_once
 from zerojax.tools._forecast.presets import Gpt
 from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
@@ -42,8 +42,7 @@ GB = 1e9
 # The flags of a step that say nothing of its program, or have a default.
 WHERE = {"gpus", "rows", "cache", "network", "host_link", "per_host"}
 OF_HLO = {*WHERE, "accumulate"}  # which HLO takes; of the others it is compiled already
-OF_CHOICES = {*WHERE, "settings", "axis", "tokens", "mutable", "sequence"}
-OF_CHOICES |= {"compute", "master", "split", "moments"}
+OF_CHOICES = {*WHERE, "settings", "compute", "master", "split", "moments"}
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 RETURNS = "(loss_fn, make_state, batch) or (loss_fn, make_state, batch, rng)"
 # The loss or several, make_state, the batch, and a key if the loss takes one.
@@ -104,7 +103,8 @@ def forecast(arguments: argparse.Namespace) -> Outcome:
     if not arguments.choose:
         result = zerojax.forecast(*model, **_options(arguments, zerojax.forecast))
         return result, result.to_dict(), str(result), result.best is not None
-    if flags := _flags(arguments, {"stages", *OF_STEP} - OF_CHOICES):
+    taken = {*OF_CHOICES, *inspect.signature(_tools.choose).parameters}
+    if flags := _flags(arguments, {"stages", *OF_STEP} - taken):
         raise ValueError(
             f"--choose takes no {flags}: it finds the fastest way itself. Leave out one of the two."
         )
@@ -274,8 +274,10 @@ def _model(arguments: argparse.Namespace) -> Ingredients:
     remats = remats or (_presets.REMATS if chooses else ("full",))
     count, gpu = _known.parse_count(arguments.gpus)
     preset = _presets.on(model, gpu)
-    batch = preset.batch(arguments.rows * count // each_once(arguments.sequence or 1)[0])
-    return preset.losses(remats), preset.make_state, batch, None
+    options = ForecastOptions(**_options(arguments, ForecastOptions))
+    named = preset.losses(remats), preset.make_state, preset.batch(count), None
+    share = Workload.of(*named, arguments.gpus, options).share
+    return *named[:2], preset.batch(arguments.rows * count // share), None
 
 
 def _models_of(arguments: argparse.Namespace) -> dict[str, PyTree]:

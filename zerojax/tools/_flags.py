@@ -43,13 +43,19 @@ def literal(text: str) -> object:
         return text
 
 
+def names(text: str) -> object:
+    """Parses 'gpu+node', of nothing but names, as a tuple, '' as an empty one, else a literal."""
+    are_names = re.fullmatch(r"\w+(\+\w+)+|", text)
+    return tuple(filter(None, text.split("+"))) if are_names else literal(text)
+
+
 def value(text: str) -> object:
-    """Parses 'params=gpu,opt_state=gpu+node' as a dict of tuples, 'host,card' as a tuple, 'true' as
-    True, and all else as a literal."""
+    """Parses 'params=gpu,opt_state=gpu+node' as a dict of names and tuples, 'data=8' as one of
+    numbers, 'host,card' as a tuple, 'true' as True, and all else as a literal."""
     parts = text.split(",")
     if "=" in text:
         pairs = [part.partition("=") for part in parts]
-        named = {name: tuple(filter(None, values.split("+"))) for name, _, values in pairs}
+        named = {name: names(text) for name, _, text in pairs}
         if len(named) < len(parts) or not all(sign for _, sign, _ in pairs):
             raise argparse.ArgumentTypeError(f"{text!r} is not name=value+value,name=value")
         return named
@@ -77,6 +83,7 @@ def _of_options() -> dict[str, Keywords]:
     """Returns a flag for each option of a step that text can name."""
     metavars = {"groups": "params=gpu,opt_state=gpu+node", "offload": "opt_state,params"}
     metavars |= {"regather": "true|false|gpu", "axis": "batch|host,gpu", "activations": "host"}
+    metavars |= {"mesh": "data=8,tensor=8"}
     skipped = {"tx", "rates", "precision", "overrides", "batch_specs", "schedule"}
     skipped |= {"compiler_options"}
     flags = {}
@@ -101,7 +108,7 @@ _set = {"type": setting, "action": "append", "dest": "settings", "metavar": "NAM
 _codes = "int8 or float8_e4m3fn"
 OF_STEPS = _of_options() | {
     "--gpus": {"help": "such as 64xH100 (default %(default)s)", "default": "8xH100"},
-    "--rows": {"help": "of a preset: per GPU, or per --sequence GPUs", "default": 4, **_whole},
+    "--rows": {"help": "of a preset: per GPU, or per GPUs that share rows", "default": 4, **_whole},
     "--per-host": {"help": "GPUs of a host", "type": int, "default": aot.PER_HOST},
     "--network": {"help": "GB/s of one GPU's network card: 12.5", **_rate},
     "--host-link": {"help": "GB/s of a GPU to its host's memory, one direction: 25", **_rate},

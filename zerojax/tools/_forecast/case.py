@@ -33,7 +33,7 @@ class Case:
     """One way to train on some GPUs: what you asked for, and what the compiled step costs.
 
     - A study has several models (`model`), and asks for some rows on each GPU (`asked`). `settings`
-      names the other options of its steps. `failed` says why a case has no numbers. `sequence`
+      names the other options of its steps. `failed` says why a case has no numbers. `share`
       GPUs share each row.
     - Bytes and `flops`, which the model needs in a step, are those of a GPU. `formula` is the state
       by the plan, with gradients in the dtypes of the parameters, and with the parameters that
@@ -57,7 +57,7 @@ class Case:
     settings: str = ""
     failed: str = ""
     unread: str = ""
-    sequence: int = 1
+    share: int = 1
     examples: int = 0
     tokens: int | None = None
     parameters: int = 0
@@ -95,8 +95,8 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Rows of the batch on each GPU, or on those that share sequences."""
-        return self.examples * self.sequence // self.count
+        """Rows of the batch on each GPU, or on those that share them."""
+        return self.examples * self.share // self.count
 
     @property
     def wire_bytes(self) -> Number:

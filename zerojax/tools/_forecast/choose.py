@@ -4,23 +4,27 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
-import optax
+import numpy as np
 
 from zerojax import aot
-from zerojax._declared import checked
-from zerojax._plan import mesh as _mesh
+from zerojax._declared import Options, option, takes
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
+from zerojax._plan.plan_options import StateOptions
 from zerojax._plan.precision import Precision
 from zerojax._progress import working
+from zerojax._specs import as_names
 from zerojax._state.state import NNX_FIELDS, OPT_STATE, PARAMS
 from zerojax._step.schedule import LAYERS, MICROBATCHES, Schedule
 from zerojax._step.step import Step
-from zerojax._table import Column, Printed, Table, grouped, human_bytes, human_time
+from zerojax._step.step_options import TrainOptions
+from zerojax._table import Column, Printed, Table, grouped, human_bytes, human_time, summed
 from zerojax._types import PyTree
+from zerojax.tools._audit.measurement import is_ours
 from zerojax.tools._forecast.case import Case, titled, told_to_hosts, unread
 from zerojax.tools._forecast.forecast import (
     LEVELS,
@@ -28,10 +32,10 @@ from zerojax.tools._forecast.forecast import (
     LossFn,
     Workload,
     WorkOptions,
+    changed_options,
     is_of_nnx,
 )
-from zerojax.tools._hlo import gpus as _known
-from zerojax.tools._hlo.gpus import Gpu, Rates
+from zerojax.tools._hlo.gpus import Gpu
 
 MOST_MICROBATCHES = 16
 EXACT_FAMILIES, LOSSY_FAMILIES = 4, 2  # how many families of ways of each kind are compiled
@@ -53,6 +57,15 @@ AMSP = (("params", GPU_AXIS), ("grads", GPU_AXIS), ("opt_state", (GPU_AXIS, NODE
 LOSSY = (("int8", None), ("int8", "int8"), ("int8", "int4"))
 PLACED = ("stage", "groups", "offload")  # arguments of `shard_train_state`
 SCHEDULED = ("order", "regather")  # those of its `Schedule`
+WORDED = (
+    "mesh",
+    "axis",
+    "sequence",
+    "precision",
+    "accumulate",
+    "schedule",
+)  # in words of their own
+OBJECT = re.compile(r"\w\(|<")  # in the text of a value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,24 +240,24 @@ class Choice(Printed):
         """Returns the lines that train so."""
         settings, options = way.settings(), way.on(self.options)
         state = [f"{name}={settings[name]}" for name in PLACED if name in settings]
-        lines, count = [], _known.parse_count(self.gpus)[0]
-        if options.names_levels:
-            local = min(count, options.per_host)
-            lines.append(f"mesh = zerojax.mesh(node={count // local}, gpu={local})")
-            state += ["mesh=mesh"] + ['axis=("node", "gpu")'] * (way.groups is None)
-        elif split := options.split:
-            axis = f"{options.axis or DEFAULT_AXIS}={count // options.share}"
-            lines.append(f"mesh = zerojax.mesh({axis}, {split.axis}={options.share})")
-            state.append(f"mesh=mesh, sequence=zerojax.{split!r}")
-        elif isinstance(options.axis, str) and options.axis != DEFAULT_AXIS:
-            lines.append(f"mesh = {_mesh.call_for(count, axis=options.axis)}")
+        sizes, axis = options.sizes(self.gpus), options.rows_over(self.gpus)
+        lines = []
+        if tuple(sizes) != (DEFAULT_AXIS,):
+            named = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            lines.append(f"mesh = zerojax.mesh({named})")
             state.append("mesh=mesh")
+        if isinstance(axis, str) or (way.groups is None and len(axis or ()) > 1):
+            state.append(f"axis={axis!r}".replace("'", '"'))
+        if options.split:
+            state.append(f"sequence=zerojax.{options.split!r}")
         if options.precision is not None:
             state.append(f"precision=zerojax.{options.precision}")
+        state += _as_python(options, StateOptions)
         package = "zerojax.nnx" if self.is_nnx else "zerojax"
         into = "state = zerojax.shard_train_state(make_state"
         into = f"model, optimizer = {package}.shard(make" if self.is_nnx else into
         step = [f'losses["{way.variant}"]' if way.variant else "loss_fn"]
+        step += _as_python(options, TrainOptions)
         step += [f"accumulate={way.accumulate}"] * (way.accumulate > 1)
         step += [f"schedule={options.schedule}"] * (options.schedule != Schedule())
         lines.append(f"{', '.join([into, *state])})")
@@ -290,41 +303,55 @@ class Choice(Printed):
             yield from ("", line)
 
 
-@checked
+def _as_python(options: WorkOptions, kind: type[Options]) -> list[str]:
+    """Returns the arguments that a plan or a step takes from its user, as Python. What Python
+    cannot read back has the name of its option."""
+    names = {field.name for field in dataclasses.fields(kind)} - {*PLACED, *WORDED}
+    changed = changed_options(options, WorkOptions()).items()
+    texts = {name: repr(value) for name, value in changed if name in names and value != NNX_FIELDS}
+    return [f"{name}={name if OBJECT.search(text) else text}" for name, text in texts.items()]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceOptions(WorkOptions):
+    """What `choose` keeps of the options of a plan and a step."""
+
+    groups: None = dataclasses.field(default=None, init=False)
+    offload: None = dataclasses.field(default=None, init=False)
+    accumulate: int = dataclasses.field(default=1, init=False)
+    schedule: Schedule = dataclasses.field(default=Schedule(), init=False)
+    rng: PyTree = dataclasses.field(default=None, kw_only=False)
+    gpus: str = dataclasses.field(metadata={"text": 'such as "64xH100".'})
+    lossy: bool = option(
+        True, "whether to look at quantized values, too, which change the numbers a little."
+    )
+
+
+@takes(ChoiceOptions)
 def choose(
     loss_fn: LossFn | Mapping[str, LossFn],
     make_state: PyTree,
     batch: PyTree,
-    rng: PyTree = None,
-    *,
-    gpus: str,
-    precision: Precision | None = None,
-    lossy: bool = True,
-    mutable: Sequence[str] = (),
-    tx: optax.GradientTransformation | None = None,
-    tokens: int | None = None,
-    rates: Rates | None = None,
-    per_host: int = aot.PER_HOST,
-    axis: str | None = None,
-    sequence: int | tuple[int, float] | None = None,
+    options: ChoiceOptions,
 ) -> Choice:
     """Finds the fastest options that fit, for `shard_train_state` and `train_step`.
 
     Looks at stages, groups, hpZ, quantized weights and gradients, host memory, microbatches and
-    their order. It compiles one step of each loss, from which it knows how long each takes at
-    least, and then, best first, those that may be faster than the fastest so far. Print the result:
-    it says which choice is fastest with exact numbers, which quantized, and the Python to paste.
+    their order, with the other options as you pass them. It compiles one step of each loss, from
+    which it knows how long each takes at least, and then, best first, those that may be faster than
+    the fastest so far. Print the result: it says which choice is fastest with exact numbers, which
+    quantized, and the Python to paste.
+
+    A loss that names an axis, as "data" too, cannot train with options that need an axis of hosts
+    and one of their GPUs: pass `axis`. With `sequence` or `mesh`, no option needs these, unless
+    `axis=("node", "gpu")` of the mesh.
 
     Arguments:
-        loss_fn, make_state, batch, rng, gpus, tokens, rates, per_host, mutable, tx: as for
-            `zerojax.forecast`; of several losses, such as a model with and without
-            `jax.checkpoint`, one is chosen too. Of Flax nnx, a function that returns a model and
-            its optimizer. The batch stays as it is, so more microbatches have fewer rows each.
-        precision: as for `zerojax.shard_train_state`; quantized choices add to it.
-        lossy: whether to look at quantized values, which change the numbers a little.
-        axis: what the loss calls the mesh axis over all GPUs. A loss that names it, as "data" too,
-            cannot train with options that need an axis of hosts and one of their GPUs.
-        sequence: as for `zerojax.forecast`; with it, no option needs an axis of hosts.
+        loss_fn, make_state, batch: as for `zerojax.forecast`; of several losses, such as a model
+            with and without `jax.checkpoint`, one is chosen too. Of Flax nnx, a function that
+            returns a model and its optimizer. The batch stays as it is, so more microbatches have
+            fewer rows each.
+        {options}
 
     Example:
         >>> def make_state():
@@ -346,12 +373,10 @@ def choose(
             "function that returns model and optimizer. To --choose, return (loss_fn, make_state, "
             "batch)."
         )
-    shared: PyTree = {"tx": tx, "mutable": mutable, "precision": precision, "axis": axis}
-    shared |= {"sequence": sequence, "per_host": per_host}
-    options = WorkOptions(tokens=tokens, rates=rates, **shared)
-    work = Workload.of(loss_fn, make_state, batch, rng, gpus, options)
+    work = WorkOptions(**changed_options(options, WorkOptions()))
+    work = Workload.of(loss_fn, make_state, batch, options.rng, options.gpus, work)
     is_nnx = work.options.mutable == NNX_FIELDS
-    return Choice(gpus, work.options, Search(work).run(lossy), is_nnx)
+    return Choice(options.gpus, work.options, Search(work).run(options.lossy), is_nnx)
 
 
 def _seconds(case: Case) -> float:
@@ -367,14 +392,22 @@ class Search:
         self.work, self.usable, self.rates = work, work.gpu.usable, work.gpu.rates
         self.compiled: dict[WayToTrain, Case] = {}
         self.planned = functools.cache(lambda placed: self.of(placed).plan_at(placed.stage))
-        self.devices = self.of(WayToTrain()).mesh.size
-        self.local = min(self.devices, work.options.per_host)
-        self.share = work.options.share
+        mesh, options = work.mesh, work.options
+        self.devices, self.share = mesh.size, work.share
+        self.on_host = min(mesh.size, options.per_host)
+        # Of the devices that share weights, those of a host.
+        axes = self.plan_of(WayToTrain()).batch_axes
+        along = tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)
+        hosts = np.arange(mesh.size).reshape(mesh.devices.shape)[along] // self.on_host
+        self.local, self.hosts = int(np.sum(hosts == 0)), len(np.unique(hosts))
+        alone = options.mesh is None and options.axis is None and options.sequence is None
+        self.levels = self.hosts > 1 and (alone or as_names(options.axis) == LEVELS)
 
     def run(self, lossy: bool) -> tuple[Tried, ...]:
         losses = list(self.work.losses)
-        levels = self.devices > self.local and self.work.options.axis is None and self.share == 1
-        if levels:  # a loss that names one axis raises on a mesh of two, before anything compiles
+        if (
+            self.levels
+        ):  # a loss that names one axis raises on a mesh of two, before anything compiles
             plan, work = self.plan_of(WayToTrain(groups=HSDP)), self.work
             arguments = [aot.batch(one, plan) for one in (work.batch, work.rng) if one is not None]
             work.step(losses[0], plan)._without_options.trace(plan.abstract(), *arguments)
@@ -385,7 +418,7 @@ class Search:
             for count in powers
             if count == 1 or rows * self.share % (count * self.devices) == 0
         ]
-        every = ways(losses, counts, levels, lossy)
+        every = ways(losses, counts, self.levels, lossy)
         # On one device all stages are the same.
         every = (way for way in every if way.stage == 3 or self.devices > 1)
         for variant in losses:
@@ -434,17 +467,20 @@ class Search:
         assert first.report is not None, "it was compiled here"
         if first.unread:
             raise ValueError(f"choose has no times to compare: {first.unread}")
-        totals, gathered = first.report.totals, first.report.memory.gathered
-        weights, grads = totals.get("all-gather", 0) / 2, totals.get("reduce-scatter", 0)
         plan, at_stage_3 = self.plan_of(way), self.plan_of(WayToTrain())
-        inside, between = sent(way, weights, grads, sum(leaf.nbytes for leaf in plan.params))
+        ours = [one for one in first.report.traffic if is_ours(one, at_stage_3)]
+        totals = summed((one.kind, one.total_bytes) for one in ours)
+        gathered = first.report.memory.gathered
+        weights, grads = totals.get("all-gather", 0) / 2, totals.get("reduce-scatter", 0)
+        whole = sum(leaf.bytes_at(leaf.update.over(()), plan.mesh) for leaf in plan.params)
+        inside, between = sent(way, weights, grads, whole)
         # A ring through all hosts leaves each of them by all of its network cards.
-        between *= 1 / self.local if self.devices > self.local else 0
+        between *= 1 / self.local if self.hosts > 1 else 0
         wires = max(inside / self.rates.between(self.local), between / self.rates.network)
         crossings, on_host = {PARAMS: 1 + 2 * way.rounds}, plan.host_bytes_per_device()
         copied = sum(crossings.get(kind, 1) * nbytes for kind, nbytes in on_host.items())
         compute = first.compute_seconds * (1 if way.is_exact else 1 + CODING)
-        seconds = max(compute, wires, copied / self.rates.to_host(self.local))
+        seconds = max(compute, wires, copied / self.rates.to_host(self.on_host))
         state, state_at_3 = (sum(one.bytes_per_device().values()) for one in (plan, at_stage_3))
         gradients = plan._gradient_bytes() if way.keeps_gradients else 0
         activations = first.peak - state_at_3 - at_stage_3._gradient_bytes() - gathered

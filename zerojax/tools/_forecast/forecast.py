@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from zerojax import aot
 from zerojax._declared import Options, option, takes
-from zerojax._plan import planner as _planner
+from zerojax._plan import mesh as _mesh, planner as _planner
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import StateOptions
@@ -40,6 +40,7 @@ LossFn: TypeAlias = Callable[..., PyTree]
 NnxStep: TypeAlias = Callable[..., PyTree]  # whose own type would import flax.nnx
 STAGES = (0, 1, 2, 3)
 LEVELS = "node", "gpu"  # axes of the hosts, and of the GPUs of each
+SUCH_AS = "mesh={'data': -1, 'tensor': 2}"
 
 
 def _tokens(tokens: object) -> object:
@@ -50,19 +51,33 @@ def _tokens(tokens: object) -> object:
 
 def _sequence(sequence: object) -> object:
     count, *limit = _pair(sequence)
-    if not isinstance(count, int | np.integer) or count < 1 or len(limit) > 1:
+    is_name = isinstance(count, str)
+    if not (is_name or (isinstance(count, int | np.integer) and count >= 1)) or len(limit) > 1:
         raise ValueError(
             f"sequence={sequence!r} must be positive: how many GPUs share each sequence, such as "
             "8, or (8, 0.2) with the most_gathered of zerojax.Sequences. `batch_specs` names their "
             f"axis {Sequences.axis!r}."
         )
-    Sequences(Sequences.axis, *limit)
+    Sequences(count if is_name else Sequences.axis, *limit)
     return sequence
 
 
 def _pair(sequence: PyTree) -> tuple[PyTree, ...]:
-    """Returns how many GPUs share each sequence, and the limit of `Sequences`, if there is one."""
+    """Returns how many GPUs share each sequence, or the name of their axis, and the limit of
+    `Sequences`, if there is one."""
+    if isinstance(sequence, Sequences):
+        return sequence.axis, sequence.most_gathered
     return sequence if isinstance(sequence, tuple) else (1 if sequence is None else sequence,)
+
+
+def _sizes(mesh: object) -> object:
+    is_sizes = isinstance(mesh, Mapping) and all(type(size) is int for size in mesh.values())
+    if mesh is not None and not is_sizes:
+        raise TypeError(
+            f"mesh={mesh!r} must say how long each axis is, as {SUCH_AS} does; of a mesh that you "
+            "have, pass dict(mesh.shape)."
+        )
+    return mesh
 
 
 def _schedules(schedules: Sequence[Schedule] | Schedule) -> object:
@@ -83,18 +98,24 @@ class WorkOptions(StateOptions, TrainOptions):
     those that these GPUs decide."""
 
     stage: int = dataclasses.field(default=3, init=False)
-    mesh: Mesh | None = dataclasses.field(default=None, init=False)
     plan: Plan | None = dataclasses.field(default=None, init=False)
+    mesh: Mapping[str, int] | None = option(  # type: ignore[reportIncompatibleVariableOverride]
+        None,
+        """the axes of the mesh and their sizes, the innermost last: {"data": 8, "tensor": 8}. One
+        size may be -1. `axis` and `sequence` then name axes, as for `zerojax.shard_train_state`.
+        By default all GPUs are on one axis, `data`.""",
+        check=_sizes,
+    )
     axis: str | Sequence[str] | None = option(
         None,
-        """what the loss calls the mesh axis over all GPUs, if not `data`: axis="batch". Two names
-        are those of the hosts and of the GPUs of each; by default, `node` and `gpu` where `groups`
-        or `regather` name them.""",
+        """without `mesh`, what the loss calls the mesh axis over all GPUs, if not `data`:
+        axis="batch". Two names are those of the hosts and of the GPUs of each; by default, `node`
+        and `gpu` where `groups` or `regather` name them.""",
     )
-    sequence: int | tuple[int, float] | None = option(  # type: ignore[reportIncompatibleVariableOverride]
+    sequence: int | str | tuple[int | str, float] | Sequences | None = option(  # type: ignore[reportIncompatibleVariableOverride]
         None,
-        """GPUs that share each sequence, on an axis `sequence` within that over all GPUs. (8, 0.2)
-        has the `most_gathered` of `zerojax.Sequences`, too.""",
+        """without `mesh`, GPUs that share each sequence, on an axis `sequence` within that over all
+        GPUs. (8, 0.2) has the `most_gathered` of `zerojax.Sequences`, too.""",
         check=_sequence,
     )
     tokens: int | None = option(
@@ -114,15 +135,53 @@ class WorkOptions(StateOptions, TrainOptions):
         return quantizes or self.groups is not None or over_axes
 
     @property
-    def share(self) -> int:
-        """How many GPUs share each sequence."""
-        return _pair(self.sequence)[0]
+    def split(self) -> Sequences | None:
+        """How GPUs share sequences."""
+        axis, *limit = _pair(self.sequence)
+        axis = axis if isinstance(axis, str) else Sequences.axis
+        return None if self.sequence is None else Sequences(axis, *limit)
 
     @property
-    def split(self) -> Sequences | None:
-        """How they do."""
-        limit = _pair(self.sequence)[1:]
-        return None if self.sequence is None else Sequences(Sequences.axis, *limit)
+    def share(self) -> int:
+        """How many GPUs share each sequence, without `mesh`."""
+        return _pair(self.sequence)[0]
+
+    def sizes(self, gpus: str) -> dict[str, int]:
+        """Returns the axes of the mesh and their sizes. Without `mesh`, all GPUs are along one
+        axis; where a step names levels, of hosts and the GPUs of each. Those that share sequences
+        are neighbours."""
+        (count, _), share = _known.parse_count(gpus), self.share
+        if self.sequence is not None and isinstance(share, str) == (self.mesh is None):
+            raise ValueError(
+                f"sequence={self.sequence!r} must name an axis of mesh=, as {SUCH_AS} has them, or "
+                "say without mesh= how many GPUs share each sequence, such as 8."
+            )
+        if self.mesh is not None:
+            return _mesh.filled(self.mesh, count, f"GPUs of {gpus}", SUCH_AS)
+        levels, per_host = self.names_levels, self.per_host
+        usual = LEVELS if levels else DEFAULT_AXIS
+        names = as_names(usual if self.axis is None else self.axis) or ()
+        if not levels < len(names) <= 2 or len({*names, ""}) <= len(names):
+            one = "" if levels else "the name of the mesh axis over all GPUs, such as 'batch', or "
+            why = " Groups, regather= over an axis and quantized gradients need both." * levels
+            raise ValueError(
+                f"axis={self.axis!r} must be {one}two names: of the hosts, and of the GPUs of "
+                f"each. Or leave axis= out.{why}"
+            )
+        local = max(1, min(count, per_host))
+        *hosts, fast = [count // local, local] if len(names) == 2 else [count]
+        if fast % share:
+            raise ValueError(
+                f"sequence={share} GPUs of each sequence do not divide the {fast} GPUs of "
+                f"{'each host' if hosts else 'the mesh'}. Pass a number that does."
+            )
+        shared = {} if self.sequence is None else {Sequences.axis: share}
+        return dict(zip(names, (*hosts, fast // share), strict=True)) | shared
+
+    def rows_over(self, gpus: str) -> str | Sequence[str] | None:
+        """Returns the `axis=` of a plan on that mesh."""
+        split = self.split and self.split.axis
+        return self.axis if self.mesh else beyond(tuple(self.sizes(gpus)), (split,))
 
     def gpu_of(self, gpus: str) -> Gpu:
         """Returns the GPU of "64xH100", with the rates that a user passes."""
@@ -203,6 +262,9 @@ def forecast(
         ways, lambda way: f"compiling stage {way[1]} for {work.gpus}", lambda way: work.case(*way)
     )
     settings = work.settings(("accumulate", "schedule", "tokens"))  # which the table shows
+    plans = [case.report.plan for case in cases if case.report and case.report.plan]
+    absent = {axis for plan in plans for axis in plan._absent}
+    settings += [f"axes of the model that mesh= lacks: {', '.join(sorted(absent))}"] * bool(absent)
     if len(kinds) == 1 and kinds[0] != Schedule():
         settings.insert(0, f"schedule={kinds[0]}")
     return Forecast(work.gpus, work.gpu, tuple(cases), tuple(settings))
@@ -213,6 +275,11 @@ def each_once(values: PyTree) -> list[PyTree]:
     several = isinstance(values, Iterable) and not isinstance(values, str)
     values = [*values] if several else [values]
     return [one for at, one in enumerate(values) if one not in values[:at]]
+
+
+def shared_by(plan: Plan) -> int:
+    """Returns how many devices share each row of the batch."""
+    return plan.mesh.size * plan._splits.blocks // plan.size
 
 
 def changed_options(options: Options, usual: Options) -> dict[str, PyTree]:
@@ -330,31 +397,14 @@ class Workload:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """All GPUs along one axis; where a step names levels, of hosts and the GPUs of each. Those
-        that share sequences are neighbours."""
-        axis, levels = self.options.axis, self.options.names_levels
-        usual = LEVELS if levels else DEFAULT_AXIS
-        names = as_names(usual if axis is None else axis) or ()
-        if not levels < len(names) <= 2 or len({*names, ""}) <= len(names):
-            one = "" if levels else "the name of the mesh axis over all GPUs, such as 'batch', or "
-            why = " Groups, regather= over an axis and quantized gradients need both." * levels
-            raise ValueError(
-                f"axis={axis!r} must be {one}two names: of the hosts, and of the GPUs of each. Or "
-                f"leave axis= out.{why}"
-            )
-        per_host, share = self.options.per_host, self.options.share
-        count, _ = _known.parse_count(self.gpus)
-        local = max(1, min(count, per_host))
-        *hosts, fast = [count // local, local] if len(names) == 2 else [count]
-        if self.options.sequence is None:
-            return aot.mesh(self.gpus, (*hosts, fast), names, per_host=per_host)
-        if fast % share:
-            raise ValueError(
-                f"sequence={share} GPUs of each sequence do not divide the {fast} GPUs of "
-                f"{'each host' if hosts else 'the mesh'}. Pass a number that does."
-            )
-        shape, names = (*hosts, fast // share, share), (*names, Sequences.axis)
-        return aot.mesh(self.gpus, shape, names, per_host=per_host)
+        sizes = self.options.sizes(self.gpus)
+        shape, per_host = tuple(sizes.values()), self.options.per_host
+        return aot.mesh(self.gpus, shape, tuple(sizes), per_host=per_host)
+
+    @functools.cached_property
+    def share(self) -> int:
+        """How many GPUs share each row of the batch."""
+        return self.options.share if self.options.mesh is None else shared_by(self.plan_at(3))
 
     def settings(self, hidden: Iterable[str] = ()) -> list[str]:
         """Returns the options that are not the defaults, and the network if the user named it."""
@@ -372,9 +422,8 @@ class Workload:
         return {name: getattr(self.options, name) for name in names}
 
     def plan_at(self, stage: int) -> Plan:
-        split = self.options.split
-        rows = beyond(self.mesh.axis_names, (split and split.axis,))
-        placed = {"stage": stage, "mesh": self.mesh, "axis": rows, "sequence": split}
+        placed = {"stage": stage, "mesh": self.mesh, "sequence": self.options.split}
+        placed["axis"] = self.options.rows_over(self.gpus)
         return _planner.plan(self.make_state, **self.of_kind(StateOptions) | placed)
 
     def step(self, variant: str, plan: Plan, **how: PyTree) -> Step:
@@ -394,7 +443,7 @@ class Workload:
         # Tokens, if nobody says how many: the size of the first matrix of integers.
         matrices = (leaf for leaf in leaves if len(leaf.shape) == 2)
         integers = (one.size for one in matrices if jnp.issubdtype(one.dtype, jnp.integer))
-        flops = needed_flops(loss, plan, self.batch, self.rng, self.options.mutable) / plan.size
+        flops = needed_flops(loss, plan, self.batch, self.rng, self.options.mutable)
         plan = plan._regathering(schedule.regather)
         formula = (
             sum(plan.bytes_per_device().values()) + plan._gradient_bytes() + plan._kept_bytes()
@@ -409,14 +458,14 @@ class Workload:
             variant=variant,
             accumulate=accumulate,
             schedule=schedule,
-            sequence=plan._splits.blocks,
+            share=shared_by(plan),
             examples=next(leaf.shape[0] for leaf in leaves if leaf.shape),
             tokens=self.options.tokens or next(integers, None),
             activations=total(memory.activations, memory.gathered),
             formula=formula,
             usable=self.gpu.usable,
             on_host=memory.on_host + memory.host_kept,
-            flops=flops,
+            flops=flops / self.mesh.size,
             report=report,
             **{name: getattr(memory, name) for name in sizes},
             **{name: getattr(report, name) for name in measured},

@@ -260,7 +260,7 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
         case = one.case("", stage, one.options.accumulate, one.options.schedule)
         if case.unread:
             raise ValueError(case.unread)
-        examples = rows * case.count // case.sequence
+        examples = rows * case.count // case.share
         return dataclasses.replace(case, examples=examples, report=None)
 
     def cell(name: str, gpus: str, stage: int, rows: int | str) -> Case:
@@ -302,14 +302,15 @@ def _work(name: str, model: Gpt | Own, options: StudyOptions, gpus: str, rows: i
         preset = _presets.on(model, options.gpu_of(gpus))
         model = preset.losses([options.remat])[options.remat], preset.make_state, preset.batch
     loss, make_state, make_batch = model
-    examples = rows * Case(gpus, 0).count // options.share
-    batch = make_batch(examples)
+    count = Case(gpus, 0).count
+    work = Workload.of(loss, make_state, make_batch(count), None, gpus, options)
+    batch = make_batch(examples := rows * count // work.share)
     if (examples,) not in {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}:
         raise ValueError(
             f"the batch({examples}) of {name!r} has no array of {examples} rows. It must return "
             "the global batch of so many rows, or its shapes."
         )
-    return Workload.of(loss, make_state, batch, None, gpus, options)
+    return dataclasses.replace(work, batch=batch)
 
 
 # -- the largest rows
