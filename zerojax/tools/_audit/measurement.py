@@ -298,25 +298,34 @@ class Reading:
 
     def _known(self, one: Sent) -> Sent:
         """Returns a collective with the parameters, mesh axes and line that it serves."""
-        axes = _axes(one.members, self.plan) if self.plan else one.axes
+        one.axes = _axes(one.members, self.plan) if self.plan else one.axes
         line, kinds = self.module.source(one.instruction, OURS), ()
         if one.kind == "all-reduce" and self.module.is_of_tpu:
             reduce, numbers = one.instruction, range(len(one.parts))
             kinds = tuple(_flow.stands_for(self.module, reduce, at, one.group) for at in numbers)
         parts = tuple(self._parts(one))
-        return dataclasses.replace(one, axes=axes, parts=parts, stands_for=kinds, source=line)
+        return dataclasses.replace(one, parts=parts, stands_for=kinds, source=line)
 
-    def _sends(self, one: Sent, paths: Sequence[str]) -> str:
+    def _sends(self, one: Sent, size: int, paths: Sequence[str]) -> str:
         """Returns what the loss sends with an array of a collective, if it is the loss's.
 
-        In a step of zerojax, ZeRO's have parameters in their scope, alone and where XLA joins them
-        with others. In a step by hand, a loss may gather its weights and reduce its gradients.
+        Over axes of the user's own alone, these are activations of an operation. In a step of
+        zerojax, ZeRO's have parameters in their scope, alone and where XLA joins them with others.
+        In a step by hand, a loss may gather its weights and reduce its gradients.
         """
         may_be_zeros = self.is_by_hand or any(root in one.scope for root in self.roots)
         what = SEQUENCES.search(one.scope)
-        if not is_written(one, self.trains) or (may_be_zeros and (paths or not what)):
-            return ""
-        return what[0] if what else "the loss"
+        if is_written(one, self.trains) and (not may_be_zeros or (what and not paths)):
+            return what[0] if what else "the loss"
+        in_loss = _flow.IN_LOSS in one.scope or not self.trains
+        first = one.scope.partition(":")[0]  # of several that XLA joins
+        if size > 1 and in_loss and not paths and self._is_beside_zero(one):
+            return f"activations/{first.rpartition('/')[2]}"
+        return ""
+
+    def _is_beside_zero(self, one: Sent) -> bool:
+        """Whether a collective is over axes of the user's own alone."""
+        return bool(self.plan and one.axes and {*one.axes}.isdisjoint(self.plan.batch_axes))
 
     def _parts(self, one: Sent) -> Iterator[Array]:
         """Yields the arrays of a collective, each with the parameters that it belongs to."""
@@ -327,7 +336,7 @@ class Reading:
             if paths is None:
                 arguments = _arguments(origins[at] if at < len(origins) else ())
                 paths = [self.paths[number] for number in arguments if self.paths[number]]
-            sends = self._sends(one, paths)
+            sends = self._sends(one, part.size, paths)
             yield dataclasses.replace(part, paths=tuple(paths), sends=sends)
 
     def not_donated(self) -> Iterator[str]:
@@ -452,7 +461,9 @@ def is_ours(one: Sent, plan: Plan | None) -> bool:
 def is_written(one: Sent, trains: bool) -> bool:
     """Whether a collective is written in a loss: where a step trains, in what JAX differentiates;
     else the step sums no arrays itself."""
-    in_loss = "jvp(" in one.scope or (not trains and any(part.size > 1 for part in one.parts))
+    in_loss = _flow.IN_LOSS in one.scope or (
+        not trains and any(part.size > 1 for part in one.parts)
+    )
     return in_loss and WRITTEN.search(one.scope) is not None
 
 

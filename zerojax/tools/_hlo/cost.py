@@ -18,7 +18,7 @@ _FREE = re.compile(
     "parameter|constant|tuple|get-tuple-element|bitcast|after-all|iota|partition-id|replica-id|"
     "opt-barrier|.*-start|.*-done"
 )
-_MATMUL_CALL = re.compile("matmul|cublas")
+MATMUL_CALL = re.compile("matmul|cublas")
 _CUDNN_ATTENTION = "__cudnn$fmha"
 _NOT_TF32 = re.compile(r'(?i)operand_precision"?[=:][{\[][^}\]]*highest|dot_f32_f32_f32')
 _CONTRACTING = r'lhs_contracting_dim(?:s|ensions)"?[=:][{\[]([^}\]]*)[}\]]'
@@ -56,7 +56,7 @@ class CostModel:
             return [one for name in instruction.called for one in self.matmuls_of(name)]
         opcode, attributes = instruction.opcode, instruction.attributes
         operands = instruction.operands
-        if opcode == "dot" or (opcode == "custom-call" and _MATMUL_CALL.search(attributes)):
+        if opcode == "dot" or (opcode == "custom-call" and MATMUL_CALL.search(attributes)):
             left = operands[0].arrays[0].dims
             numbers = re.findall(r"\d+", instruction.attribute(_CONTRACTING) or "")
             contracted = [left[int(number)] for number in numbers] or [left[-1]]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import TypeAlias
 
 from zerojax._table import grouped
+from zerojax.tools._hlo.cost import MATMUL_CALL
 from zerojax.tools._hlo.module import Instruction, Module
 
 ARGUMENT, JOINED = "argument", "joined"
@@ -19,6 +20,7 @@ MOVED_ON = re.compile(  # these move their first operand
 SPREADS = ("all-gather", "broadcast", "custom-call")  # these repeat what they move
 SUMMANDS = {"add": 2, "concatenate": None, "dynamic-update-slice": 2}  # how many operands count
 NO_BUFFER = {"constant", "partition-id", "replica-id", "after-all"}
+IN_LOSS = "jvp("  # in the scope of what JAX differentiates
 MOST_PASSES = 8  # over one loop body; its labels settle in fewer
 
 Slot: TypeAlias = tuple[Instruction, int]  # one of an instruction's arrays
@@ -104,7 +106,7 @@ class Lineage:
             labels = [self.join(instruction, moved)]
         elif opcode == "slice":
             labels = [self.cut(instruction, moved[0])]
-        elif MOVED_ON.fullmatch(opcode) or opcode in SPREADS:
+        elif not _multiplies(instruction) and (MOVED_ON.fullmatch(opcode) or opcode in SPREADS):
             # XLA joins several all-gathers into one, with an operand for each.
             labels = moved if opcode == "all-gather" or not operands else operands[0]
             labels = labels if len(labels) == count else [_union(labels)] * count
@@ -142,7 +144,11 @@ class Lineage:
         """Joins the labels of the operands that have the result's size; scalars have none."""
         kinds = {*ARITHMETIC, JOINED, *([ARGUMENT] if self.through in instruction.op_name else [])}
         size = instruction.arrays[0].size if instruction.arrays else 0
-        pairs = zip(instruction.operands, operands, strict=True)
+        if IN_LOSS in instruction.op_name and _multiplies(instruction):
+            # What has been reduced, by whatever axis, is an activation: gradients do not return to
+            # the loss. Those of rows are added to a gradient.
+            operands = operands[: instruction.opcode == "scatter"]
+        pairs = zip(instruction.operands, operands, strict=False)
         each = (pair for one, sets in pairs for pair in zip(one.arrays, sets, strict=False))
         same_size = _union(labels for array, labels in each if array.size == size > 1)
         kept = {label for label in same_size if label[0] in kinds}
@@ -152,7 +158,10 @@ class Lineage:
 
     def loop(self, instruction: Instruction, labels: Sets) -> Sets:
         """Runs a body until its labels settle: an iteration may move them between the carried
-        arrays, and each pass finds where the next iteration takes them."""
+        arrays, and each pass finds where the next iteration takes them. Loops into which XLA
+        expands a scatter carry a counter, its operand, and then what it adds."""
+        if instruction.op_name.rpartition("/")[2].startswith("scatter"):
+            labels = [*labels[:2], *[frozenset()] * len(labels[2:])]
         for _ in range(MOST_PASSES):
             new = self.run(instruction.body, [labels])
             after = [old | now for old, now in zip(labels, new, strict=True)]
@@ -160,6 +169,12 @@ class Lineage:
                 break
             labels = after
         return labels
+
+
+def _multiplies(instruction: Instruction) -> bool:
+    """Whether an instruction is a matmul, or has rows of its operands in other places."""
+    is_call = instruction.opcode == "custom-call" and MATMUL_CALL.search(instruction.attributes)
+    return bool(is_call) or instruction.opcode in ("dot", "convolution", "gather", "scatter")
 
 
 def summed_in(module: Module, values: Iterable[Slot]) -> set[Slot]:
