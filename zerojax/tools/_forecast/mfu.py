@@ -17,7 +17,7 @@ from zerojax._state.packed import weights_of
 from zerojax._step.step import Step
 from zerojax._step.step_options import precision_of
 from zerojax._types import Device, PyTree
-from zerojax.tools import _flops
+from zerojax.tools._forecast.model_flops import OF_WEIGHTS, needed
 from zerojax.tools._hlo import gpus as _known
 
 
@@ -26,8 +26,9 @@ def step_flops(step: Step, state: PyTree, batch: PyTree, rng: PyTree = None) -> 
     """Counts the FLOPs that a step needs on all devices: three times those of forward's matmuls.
 
     It counts the loss as you wrote it: recomputation in backward does not count, but gradients of
-    frozen parameters do, although the step makes none. The model FLOP/s utilization is
-    `step_flops(...) / (seconds * peak_flops())`.
+    frozen parameters do, although the step makes none. Of a mixture of experts, those count that
+    tokens are sent to, by `ragged_dot` or by one-hot masks; and of rooms that rows are gathered
+    into, all. The model FLOP/s utilization is `step_flops(...) / (seconds * peak_flops())`.
 
     Arguments:
         step: from `zerojax.train_step`.
@@ -91,7 +92,9 @@ def needed_flops(
             return with_fields(loss_fn, logical, mutable)(*cast_floats([params, *args], compute))
 
         traced = jax.make_jaxpr(forward, axis_env=sizes)(*shapes)
-        return 3 * sum(flops for _, flops in _flops.matmuls(traced.jaxpr))
+        facts = [OF_WEIGHTS] * len(jax.tree.leaves(shapes[0]))
+        facts += [None] * (len(traced.jaxpr.invars) - len(facts))
+        return 3 * needed(traced.jaxpr, facts)
 
     args = (batch,) if rng is None else (batch, rng)
     shapes = jax.tree.map(_state.shape_dtype, (plan.abstract(), *args))
