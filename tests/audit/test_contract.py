@@ -356,3 +356,16 @@ def test_a_gather_in_a_loop_that_nothing_hides():
         assert not any("synchronous" in line for line in lines)
     first = dataclasses.replace(with_it(slow), accumulate=2)
     assert not any("synchronous" in line for line in first.findings()), "of each microbatch"
+
+
+def test_a_small_step_that_donates_nothing_reduces_its_gradients():
+    """Nothing says which output is which parameter, and its collectives are of few bytes."""
+    params = {"w": jnp.ones((16, 8))}
+    state = params, optax.sgd(0.1).init(params)
+    plan = zerojax.plan(state, stage=3, tx=optax.sgd(0.1))
+    loss = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+    step = zerojax.train_step(loss, plan=plan, tx=optax.sgd(0.1), donate=False)
+    report = zerojax.audit(step, plan.abstract(), jnp.ones((8, 16)), plan=plan)
+    assert [line for line in report.findings() if "not donated" not in line] == []
+    nothing = dataclasses.replace(report, traffic=[])
+    broken(nothing, "no collective reduces the gradient of 0/w")

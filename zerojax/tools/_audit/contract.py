@@ -142,7 +142,10 @@ def _reduced(report: Measurement, leaves: Leaves) -> Iterator[str]:
     sent = [one for one in report.traffic if not one.is_of_loss]
     reducing = [t for t in sent if t.kind in ARITHMETIC or _codecs.MESSAGES_SCOPE in t.scope]
     reaches = any(path in leaves for one in reducing for path in one.paths)
-    if trained and not reaches and all(one.wire_bytes <= FEW_BYTES for one in reducing):
+    # Where nothing is donated, no output is known by its argument: a small one may be a gradient.
+    known = report.module.aliases or not reducing
+    are_small = all(one.wire_bytes <= FEW_BYTES for one in reducing)
+    if trained and not reaches and known and are_small:
         yield (
             f"no collective reduces the gradient of {trained[0]}, or of any other "
             "parameter: each device trains on its own part of the batch. Take gradients with "
