@@ -6,7 +6,7 @@ taken for another shows.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -61,24 +61,20 @@ def swiglu(experts: int = EXPERTS) -> dict[str, tuple[int, ...]]:
     return {"router": (DIM, experts), "w1": up, "w2": down, "w3": up}
 
 
-def attended(p: Any, x: jax.Array) -> jax.Array:
-    return x + _t.causal(p, norm(x, p["scale"]))
-
-
 def language_model(
     mixture: Callable[..., Any],
-    layers: int = LAYERS,
-    layer: Callable[..., Any] | None = None,
+    shapes: Mapping[str, tuple[int, ...]],
+    attends: bool = False,
     scanned: Callable[..., Any] | None = None,
     noisy: bool = False,
-    **shapes: tuple[int, ...],
 ) -> Case:
-    """A tied language model of layers `x + mixture(p, x)`, after the layer `layer` where there is
-    one. `mixture` returns a loss of its own, too, or none. Layers are in a list, or stacked for a
-    scan whose body `scanned` wraps."""
+    """A tied language model of layers `x + mixture(p, x)`. `mixture` may return a loss, too. Layers
+    are in a list, or stacked for a scan, whose body `scanned` wraps. There is one, where there is
+    neither a scan nor attention."""
+    layers = LAYERS if scanned or attends else 1
 
     def block(p, x, *key):
-        x = layer(p, x) if layer else x
+        x = x + _t.causal(p, norm(x, p["scale"])) if attends else x
         result = mixture(p, norm(x, p["scale"]), *key)
         y, balance = result if isinstance(result, tuple) else (result, jnp.float32(0))
         return x + y, balance
@@ -93,13 +89,13 @@ def language_model(
                 key = [jax.random.fold_in(key, n) for key in rng]
                 x, balance = block(p, x, *key)
                 total += balance
-        nats = next_token_loss(norm(x, 1.0) @ params["embed"].T, ids)
+        nats = next_token_loss(norm(x, params["scale"]) @ params["embed"].T, ids)
         return nats + 0.1 * total, {"nats": nats, "balance": total}
 
-    shapes = {"scale": (DIM,), **(_t.ATTENTION if layer else {}), **shapes}
+    shapes = {"scale": (DIM,), **(_t.ATTENTION if attends else {}), **shapes}
     stack = filled({k: jax.ShapeDtypeStruct((layers, *v), jnp.float32) for k, v in shapes.items()})
     stack["scale"] = 1 + stack["scale"] / 4
     if not scanned:
         stack = [jax.tree.map(lambda x, n=n: x[n], stack) for n in range(layers)]
-    params = weights(embed=(VOCAB, DIM)) | {"layers": stack}
+    params = weights(embed=(VOCAB, DIM), scale=(DIM,)) | {"layers": stack}
     return Case(params, loss, ids(), jax.random.key(5) if noisy else None, has_aux=True)
