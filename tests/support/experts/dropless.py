@@ -73,7 +73,7 @@ def one_expert_takes_all() -> Case:
 def qwen3() -> Case:
     """Many experts, two weights of one in one array, stacked layers, and a balancing loss over the
     device's rows."""
-    experts, top = 16, 4
+    experts, top = 12, 4
 
     def mixture(p, x):
         probs = jax.nn.softmax((x @ p["router"]).reshape(-1, experts))
@@ -98,7 +98,7 @@ def qwen3() -> Case:
 def deepseek_v3() -> Case:
     """Experts in groups, of which a token takes the two best; a bias that has no gradient takes
     part in the choice; a shared expert."""
-    experts, groups, top = 16, 4, 3
+    experts, groups, top = 12, 4, 3
 
     def mixture(p, x):
         scores = jax.nn.sigmoid(x.reshape(-1, DIM) @ p["router"])

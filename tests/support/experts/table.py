@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from tests.support.sequences import table as _t
 from tests.support.sequences.table import DIM, VOCAB, filled, next_token_loss, norm, weights
 
-# 8 devices have 2 rows each, and 7 have 2 of the first 14. 7 devices have 2 of 8 experts, padded.
-ROWS, TOKENS, HIDDEN, EXPERTS, LAYERS = 16, 12, 24, 8, 2
+# 2 rows of 12 tokens for each of 8 devices. Of 7 devices, each has 2 of 8 experts, padded.
+ROWS, TOKENS, HIDDEN, EXPERTS, LAYERS = 16, 12, 20, 8, 2
 KEPT = "kept"  # rows travel to all experts
 
 
