@@ -1,6 +1,7 @@
 """Experts: a loss is the mean over the devices of what it is for each device's rows."""
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -18,16 +19,38 @@ from tests.support.reference import split_aux
 from zerojax.manual import dequantize
 
 EACH = 2  # rows of a device
-# In `make test`; all others are slow.
+MESHES = {
+    "4x2": {"data": 4, "expert": 2},
+    "2x4": {"data": 2, "expert": 4},
+    "1x8": {"data": 1, "expert": 8},
+    "1x7": {"data": 1, "expert": 7},
+}
+# In `make test`, each on one mesh in turn; on all of them EVERYWHERE. All others are slow.
 NAMES = """
-mixtral mixtral_bf16 qwen3 deepseek_v3 maxtext_sparse gpt_oss lora qlora dropout_in_experts switch
-maxtext_dense tutel expert_choice_by_row scan_over_experts loop_over_experts linen_vmap_with_rooms
-nnx_vmap equinox
+mixtral qwen3 deepseek_v3 maxtext_sparse gpt_oss qlora switch tutel expert_choice_by_row
+scan_over_experts linen_vmap_with_rooms nnx_vmap
 """
 QUICK = NAMES.split()
-STEPS = ["mixtral", "qlora", "switch"]
+EVERYWHERE = ["switch"]
+STEPS = ["mixtral", "qlora"]
 # A plan does not know that a loop over the first dimension is one over experts.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is scanned along dimension 0")
+
+
+def turns() -> list[Any]:
+    rows = []
+    for at, name in enumerate(QUICK):
+        for turn in range(4) if name in EVERYWHERE else [at]:
+            rows.append((name, list(MESHES)[turn % 4], (turn + at // 4) % 4))
+    return rows
+
+
+def product() -> list[Any]:
+    return [row for row in itertools.product(CASES, MESHES, range(4)) if row not in turns()]
+
+
+def apart(name: str) -> dict[str, Any]:
+    return {"experts": {"expert": CASES[name].experts}}
 
 
 def slow_but(quick: Iterable[str]) -> list[Any]:
@@ -64,12 +87,21 @@ def graded(name: str) -> Any:
     return jax.jit(jax.value_and_grad(lambda *args: split_aux(case.loss(*args)), has_aux=True))
 
 
-@functools.cache
-def of_devices(name: str) -> list[Any]:
+def of_devices(name: str, params: Any) -> list[Any]:
     """((loss, aux), gradients) of the rows of each of 8 devices."""
     case, run = CASES[name].make(), graded(name)
-    params, parts = decoded(case), [slice(EACH * i, EACH * (i + 1)) for i in range(8)]
-    return [jax.device_get(run(params, *arguments(case, rows, i))) for i, rows in enumerate(parts)]
+    parts = [slice(EACH * i, EACH * (i + 1)) for i in range(8)]
+    results = [run(params, *arguments(case, rows, i)) for i, rows in enumerate(parts)]
+    return jax.device_get(results)
+
+
+@functools.cache
+def at_first(name: str) -> list[Any]:
+    return of_devices(name, decoded(CASES[name].make()))
+
+
+def mean(results: list[Any]) -> Any:
+    return jax.tree.map(lambda *xs: np.mean(xs, 0), *results)
 
 
 def assert_near(actual: Any, wanted: Any, close: float, what: str) -> None:
@@ -89,7 +121,7 @@ def compare(name: str, sizes: dict[str, int], stage: int, **options: Any) -> Non
     run = zerojax.value_and_grad(case.loss, plan, has_aux=case.has_aux)
     args = arguments(case, slice(EACH * mesh.size))
     result, grads = jax.jit(run)(plan.place(state).params, *args)
-    wanted = jax.tree.map(lambda *xs: np.mean(xs, 0), *of_devices(name)[: mesh.size])
+    wanted = mean(at_first(name)[: mesh.size])
     assert_near(split_aux(result), wanted[0], close, "the loss and aux")
 
     def trained(frozen: bool, grad: Any, like: Any) -> Any:
@@ -99,20 +131,54 @@ def compare(name: str, sizes: dict[str, int], stage: int, **options: Any) -> Non
     assert_near(grads, jax.tree.map(trained, is_frozen(case), wanted[1], wanted[1]), close, "grads")
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK[::2]))
-def test_along_an_axis_of_rows(name):
+@pytest.mark.parametrize("name", slow_but(["mixtral"]))
+def test_an_axis_of_rows(name):
     compare(name, {"data": 8}, 3)
 
 
-@pytest.mark.parametrize("name", slow_but(STEPS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_a_device_learns_from_its_rows(name):
     case = CASES[name].make()
     params, losses = decoded(case), []
     tx = optax.selective_transform(optax.adam(1e-2), freeze_mask=is_frozen(case))
     opt_state, args = tx.init(params), arguments(case, slice(EACH))
     for _ in range(10):
-        ((loss, _), grads) = graded(name)(params, *args)
+        (loss, _), grads = graded(name)(params, *args)
         updates, opt_state = tx.update(grads, opt_state)
         params = optax.apply_updates(params, updates)
         losses.append(float(loss))
     assert losses[-1] < 0.95 * losses[0], losses
+
+
+# -- apart over an axis of the mesh
+
+
+@pytest.mark.parametrize(("name", "mesh", "stage"), turns())
+def test_losses_and_gradients_are_means_over_devices(name, mesh, stage):
+    compare(name, MESHES[mesh], stage, **apart(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh", "stage"), product())
+def test_on_all_meshes_at_all_stages(name, mesh, stage):
+    compare(name, MESHES[mesh], stage, **apart(name))
+
+
+@pytest.mark.parametrize("name", slow_but(STEPS))
+def test_three_steps_of_adam(name):
+    case, tx = CASES[name].make(), optax.adam(1e-2, eps=1e-4)
+    mesh = mesh_of(MESHES["2x4"])
+    state = zerojax.shard_train_state(state_of(case, tx), stage=3, mesh=mesh, **apart(name))
+    step, args = zerojax.train_step(case.loss), arguments(case, slice(None))
+    tx = optax.selective_transform(tx, freeze_mask=is_frozen(case))
+    params = decoded(case)
+    opt_state = tx.init(params)
+    for _ in range(3):
+        state, metrics = step(state, *args)
+        (loss, _), grads = mean(of_devices(name, params))
+        updates, opt_state = tx.update(grads, opt_state)
+        params = optax.apply_updates(params, updates)
+        assert_near(metrics["loss"], loss, CASES[name].close, "the loss")
+    trained = dequantize(zerojax.gather_params(state))
+    assert_near(trained, params, 10 * CASES[name].close, "parameters")
