@@ -14,7 +14,7 @@ import pytest
 
 import zerojax
 from tests.support.compared import mesh_of
-from tests.support.experts import CASES, Case
+from tests.support.experts import CASES, KEPT, Case
 from tests.support.reference import split_aux
 from zerojax.manual import dequantize
 
@@ -33,6 +33,8 @@ scan_over_experts linen_vmap_with_rooms nnx_vmap
 QUICK = NAMES.split()
 EVERYWHERE = ["switch"]
 STEPS = ["mixtral", "qlora"]
+# Exact, but loops that gather their experts first.
+GAPS = {"loop_over_experts": "slice", "scan_skips_idle_experts": "scan"}
 # A plan does not know that a loop over the first dimension is one over experts.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is scanned along dimension 0")
 
@@ -182,3 +184,14 @@ def test_three_steps_of_adam(name):
         assert_near(metrics["loss"], loss, CASES[name].close, "the loss")
     trained = dequantize(zerojax.gather_params(state))
     assert_near(trained, params, 10 * CASES[name].close, "parameters")
+
+
+@pytest.mark.parametrize("name", slow_but(["gpt_oss", "tutel", "equinox", "scan_over_experts"]))
+def test_rows_travel_and_what_gathers_experts_is_named(name):
+    case, expects = CASES[name].make(), GAPS.get(name, CASES[name].expects)
+    plan = zerojax.plan(state_of(case), stage=3, mesh=mesh_of(MESHES["2x4"]), **apart(name))
+    step = zerojax.train_step(case.loss, plan=plan)
+    step.trace(plan.abstract(), *arguments(case, slice(None)))
+    gathers = set(re.findall(r"experts, gathered for (\w+)", repr(step)))
+    assert gathers == ({expects} - {KEPT})
+    assert ("of rows for their experts" in repr(step)) == (expects == KEPT or name == "gpt_oss")

@@ -85,7 +85,7 @@ def loop_over_experts() -> Case:
     return _e.language_model(over_rows(combine), BIASED)
 
 
-@case("up|down", "dynamic_slice")
+@case("up|down", "scan")
 def counted_loop() -> Case:
     def combine(w, gates, x):
         def body(e, y):
