@@ -32,7 +32,7 @@ scan_over_experts linen_vmap_with_rooms nnx_vmap
 """
 QUICK = NAMES.split()
 EVERYWHERE = ["switch"]
-STEPS = ["mixtral", "qlora"]
+STEPS = {"mixtral": {"roll": True}, "qlora": {}}
 # Exact, but loops that gather their experts first.
 GAPS = {"loop_over_experts": "slice", "scan_skips_idle_experts": "scan"}
 # A plan does not know that a loop over the first dimension is one over experts.
@@ -172,7 +172,8 @@ def test_three_steps_of_adam(name):
     case, tx = CASES[name].make(), optax.adam(1e-2, eps=1e-4)
     mesh = mesh_of(MESHES["2x4"])
     state = zerojax.shard_train_state(state_of(case, tx), stage=3, mesh=mesh, **apart(name))
-    step, args = zerojax.train_step(case.loss), arguments(case, slice(None))
+    schedule = zerojax.Schedule(**STEPS.get(name, {}))
+    step, args = zerojax.train_step(case.loss, schedule=schedule), arguments(case, slice(None))
     tx = optax.selective_transform(tx, freeze_mask=is_frozen(case))
     params = decoded(case)
     opt_state = tx.init(params)
@@ -182,6 +183,7 @@ def test_three_steps_of_adam(name):
         updates, opt_state = tx.update(grads, opt_state)
         params = optax.apply_updates(params, updates)
         assert_near(metrics["loss"], loss, CASES[name].close, "the loss")
+    assert ("are rolled up" in repr(step)) == (schedule.roll is True)
     trained = dequantize(zerojax.gather_params(state))
     assert_near(trained, params, 10 * CASES[name].close, "parameters")
 

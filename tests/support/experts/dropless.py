@@ -43,7 +43,7 @@ SHARED = {"gate": (DIM, HIDDEN), "up": (DIM, HIDDEN), "down": (HIDDEN, DIM)}
 def mixtral() -> Case:
     """In layers that a step may roll up."""
     mixture = lambda p, x: mixed(p, x, *best(x @ p["router"], 2))
-    return _e.language_model(mixture, swiglu(), attends=True)
+    return _e.language_model(mixture, swiglu(), attends=True, layers=3)
 
 
 @case(r"/w\d", close=2e-2)

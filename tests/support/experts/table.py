@@ -65,13 +65,13 @@ def language_model(
     mixture: Callable[..., Any],
     shapes: Mapping[str, tuple[int, ...]],
     attends: bool = False,
+    layers: int = 1,
     scanned: Callable[..., Any] | None = None,
     noisy: bool = False,
 ) -> Case:
     """A tied language model of layers `x + mixture(p, x)`. `mixture` may return a loss, too. Layers
-    are in a list, or stacked for a scan, whose body `scanned` wraps. There is one, where there is
-    neither a scan nor attention."""
-    layers = LAYERS if scanned or attends else 1
+    are in a list, or stacked for a scan, whose body `scanned` wraps."""
+    layers = LAYERS if scanned else layers
 
     def block(p, x, *key):
         x = x + _t.causal(p, norm(x, p["scale"])) if attends else x
