@@ -27,8 +27,8 @@ MESHES = {
 }
 # In `make test`, each on one mesh in turn; on all of them EVERYWHERE. All others are slow.
 NAMES = """
-mixtral qwen3 deepseek_v3 maxtext_sparse gpt_oss qlora switch tutel expert_choice_by_row
-scan_over_experts linen_vmap_with_rooms nnx_vmap
+switch qwen3 deepseek_v3 maxtext_sparse gpt_oss tutel expert_choice_by_row scan_over_experts
+linen_vmap_with_rooms nnx_vmap
 """
 QUICK = NAMES.split()
 EVERYWHERE = ["switch"]
@@ -133,7 +133,7 @@ def compare(name: str, sizes: dict[str, int], stage: int, **options: Any) -> Non
     assert_near(grads, jax.tree.map(trained, is_frozen(case), wanted[1], wanted[1]), close, "grads")
 
 
-@pytest.mark.parametrize("name", slow_but(["mixtral"]))
+@pytest.mark.parametrize("name", slow_but(["switch"]))
 def test_an_axis_of_rows(name):
     compare(name, {"data": 8}, 3)
 
