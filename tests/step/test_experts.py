@@ -15,7 +15,7 @@ import pytest
 import zerojax
 from tests.support.compared import mesh_of
 from tests.support.experts import CASES, KEPT, Case
-from tests.support.reference import split_aux
+from tests.support.reference import assert_near, split_aux
 from zerojax.manual import dequantize
 
 EACH = 2  # rows of a device
@@ -106,16 +106,6 @@ def mean(results: list[Any]) -> Any:
     return jax.tree.map(lambda *xs: np.mean(xs, 0), *results)
 
 
-def assert_near(actual: Any, wanted: Any, close: float, what: str) -> None:
-    """Every element within `close` of the largest of all leaves."""
-    most = max((np.abs(x).max() for x in jax.tree.leaves(wanted)), default=1)
-    paths = jax.tree_util.tree_leaves_with_path(wanted)
-    for (path, b), a in zip(paths, jax.tree.leaves(actual), strict=True):
-        assert a.shape == b.shape, f"{what}{jax.tree_util.keystr(path)}: {a.shape}, not {b.shape}"
-        off = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max(initial=0)
-        assert off <= close * most, f"{what}{jax.tree_util.keystr(path)}: off by {off / most:.1e}"
-
-
 def compare(name: str, sizes: dict[str, int], stage: int, **options: Any) -> None:
     case, close = CASES[name].make(), CASES[name].close
     state, mesh = state_of(case), mesh_of(sizes)
@@ -124,13 +114,15 @@ def compare(name: str, sizes: dict[str, int], stage: int, **options: Any) -> Non
     args = arguments(case, slice(EACH * mesh.size))
     result, grads = jax.jit(run)(plan.place(state).params, *args)
     wanted = mean(at_first(name)[: mesh.size])
-    assert_near(split_aux(result), wanted[0], close, "the loss and aux")
+    assert_near(split_aux(result), wanted[0], "the loss and aux", close)
 
     def trained(frozen: bool, grad: Any, like: Any) -> Any:
         return None if frozen else np.asarray(grad)[tuple(map(slice, like.shape))]
 
-    grads = jax.tree.map(trained, is_frozen(case), grads, wanted[1])
-    assert_near(grads, jax.tree.map(trained, is_frozen(case), wanted[1], wanted[1]), close, "grads")
+    ours, theirs = (
+        jax.tree.map(trained, is_frozen(case), of, wanted[1]) for of in (grads, wanted[1])
+    )
+    assert_near(ours, theirs, "gradients", close)
 
 
 @pytest.mark.parametrize("name", slow_but(["switch"]))
@@ -182,10 +174,10 @@ def test_three_steps_of_adam(name):
         (loss, _), grads = mean(of_devices(name, params))
         updates, opt_state = tx.update(grads, opt_state)
         params = optax.apply_updates(params, updates)
-        assert_near(metrics["loss"], loss, CASES[name].close, "the loss")
+        assert_near(metrics["loss"], loss, "the loss", CASES[name].close)
     assert ("are rolled up" in repr(step)) == (schedule.roll is True)
     trained = dequantize(zerojax.gather_params(state))
-    assert_near(trained, params, 10 * CASES[name].close, "parameters")
+    assert_near(trained, params, "parameters", 10 * CASES[name].close)
 
 
 @pytest.mark.parametrize("name", slow_but(["gpt_oss", "tutel", "equinox", "scan_over_experts"]))

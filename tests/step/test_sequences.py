@@ -13,7 +13,7 @@ import pytest
 
 import zerojax
 from tests.support.compared import mesh_of
-from tests.support.reference import split_aux
+from tests.support.reference import assert_near, split_aux
 from tests.support.sequences import CASES, GATHERS, SPLIT, Case
 from tests.support.sequences.table import heads_of, normal
 
@@ -34,7 +34,6 @@ accelerate_4177_windows accelerate_4177_linear gated_cell verl_2857_by_token
 QUICK = NAMES.split()
 EVERYWHERE = ["linen_scan_grouped", "t5", "accelerate_4177_windows"]
 STEPS = ["linen_loop_repeated", "accelerate_4177_linear", "verl_2857_by_sequence"]
-CLOSE = 2e-5
 
 
 def turns() -> list[Any]:
@@ -82,16 +81,6 @@ def on_one_device(name: str, parts: int) -> Any:
         value, grads = jax.tree.map(lambda *xs: np.mean(xs, 0), *[(r[0][0], r[1]) for r in results])
         aux = jax.tree.map(joined, *[r[0][1] for r in results])
     return value, grads, aux
-
-
-def assert_near(actual: Any, wanted: Any, what: str) -> None:
-    """Every element within CLOSE of the largest of all leaves."""
-    most = max((np.abs(x).max() for x in jax.tree.leaves(wanted)), default=1)
-    paths = jax.tree_util.tree_leaves_with_path(wanted)
-    for (path, b), a in zip(paths, jax.tree.leaves(actual), strict=True):
-        assert a.shape == b.shape, f"{what}{jax.tree_util.keystr(path)}: {a.shape}, not {b.shape}"
-        off = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max(initial=0)
-        assert off <= CLOSE * most, f"{what}{jax.tree_util.keystr(path)}: off by {off / most:.1e}"
 
 
 def compare(name: str, mesh: str, stage: int) -> None:

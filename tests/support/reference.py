@@ -49,6 +49,16 @@ def assert_close(actual: Any, wanted: Any, tolerance: float = 1e-5, what: str = 
         )
 
 
+def assert_near(actual: Any, wanted: Any, what: str, close: float = 2e-5) -> None:
+    """Every element within `close` of the largest of all leaves."""
+    most = max((np.abs(x).max() for x in jax.tree.leaves(wanted)), default=1)
+    paths = jax.tree_util.tree_leaves_with_path(wanted)
+    for (path, b), a in zip(paths, jax.tree.leaves(actual), strict=True):
+        assert a.shape == b.shape, f"{what}{jax.tree_util.keystr(path)}: {a.shape}, not {b.shape}"
+        off = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max(initial=0)
+        assert off <= close * most, f"{what}{jax.tree_util.keystr(path)}: off by {off / most:.1e}"
+
+
 def assert_equal_bits(actual: Any, wanted: Any) -> None:
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
