@@ -24,6 +24,7 @@ if typing.TYPE_CHECKING:
     from zerojax._loss.batch import shard_batch as shard_batch
     from zerojax._loss.pad_batch import pad_batch as pad_batch
     from zerojax._passes.means import mean as mean
+    from zerojax._plan.expert import Experts as Experts
     from zerojax._plan.mesh import mesh as mesh
     from zerojax._plan.offload import Offload as Offload
     from zerojax._plan.plan import Plan as Plan
@@ -67,6 +68,7 @@ _EXPORTS = {
     "_plan.precision": ["Precision"],
     "_plan.quantize": ["quantize"],
     "_plan.resharding": ["reshard"],
+    "_plan.expert": ["Experts"],
     "_plan.sequence": ["Sequences"],
     "_run.processes": ["initialize"],
     "_state.module_state": ["ModuleState"],

@@ -99,8 +99,10 @@ class BlockRunner:
         control: Mapping[str, Callable[..., list[Tracked]]],
         rules: Callable[[str, bool], TokenRule | None],
         most_gathered: float,
+        scope: str = "sequences",
     ) -> None:
         self.axis, self.most_gathered = axis, most_gathered
+        self.name_scope = scope  # of what it sends, for audits
         self.control, self.rules = control, rules
         self.regions = [Region()]
         # What waits, once computed, and what was moved, in this scope of JAX's and those around it.
@@ -238,7 +240,7 @@ class BlockRunner:
         path = "/".join(filter(None, map(_compat.scope_of, eqns)))
         place = f"{eqn.primitive.name} ({', '.join(filter(None, (line, path)))})"
         self.regions[-1].sent.append(Received(what, nbytes, place, what == OTHERS))
-        scope = "/".join(filter(None, [_compat.scope_of(eqn), "sequences", what]))
+        scope = "/".join(filter(None, [_compat.scope_of(eqn), self.name_scope, what]))
         with source_info_util.user_context(eqn.source_info.traceback), jax.named_scope(scope):
             yield
 

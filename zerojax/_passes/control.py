@@ -25,7 +25,7 @@ from zerojax._types import is_key
 
 Code: TypeAlias = Callable[..., list[Array]]
 Pair: TypeAlias = tuple[list[Array], list[Array]]
-Settle: TypeAlias = Callable[[BlockRunner, Tracked, JaxprEqn], Tracked]
+Settle: TypeAlias = Callable[[Tracked, JaxprEqn], Tracked]
 
 
 class RetryError(Exception):
@@ -67,7 +67,7 @@ def traced(
     eqn: JaxprEqn,
     operands: Sequence[Tracked],
     outputs: list[Tracked] | None = None,
-    leave: Settle = BlockRunner.settled,
+    leave: Settle | None = None,
 ) -> list[Tracked]:
     """Runs the jaxpr of an equation as a function that `wrap` has JAX trace apart. `outputs` say
     what it returns, and in which blocks, as `leave` has them."""
@@ -79,7 +79,8 @@ def traced(
             v if v.eqn is not None else dataclasses.replace(v, array=next(each)) for v in operands
         ]
         with s.scope():
-            outs[:] = [leave(s, v, eqn) for v in s.run(*_compat.inner_jaxpr(eqn), inputs, eqn)]
+            results = s.run(*_compat.inner_jaxpr(eqn), inputs, eqn)
+            outs[:] = [leave(v, eqn) if leave else s.settled(v, eqn) for v in results]
         return [v.array for v in outs]
 
     with scoped(eqn):
@@ -215,7 +216,7 @@ def custom_vjp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[T
     kept = list[Tracked]()
     # What was split over heads here goes home; what forward keeps for backward does not.
     has_heads = any(v.at and v.at.home for v in inputs)
-    leave = BlockRunner.settled if has_heads else BlockRunner.at_home
+    leave = s.settled if has_heads else s.at_home
 
     def forward(*arrays: Array) -> Pair:
         (rule, consts), forwarded, *_ = _compat.vjp_rules(eqn)
@@ -224,7 +225,7 @@ def custom_vjp(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[T
             outs = iter([s.settled(v, eqn) for v in s.run(rule, consts, values)])
             kept[:] = [next(outs) if at is None else s.as_read(values[at]) for at in forwarded]
             pairs = zip(outs, outputs, strict=True)
-            results = [s.array(leave(s, v, eqn), like.at, eqn) for v, like in pairs]
+            results = [s.array(leave(v, eqn), like.at, eqn) for v, like in pairs]
         return results, [v.array for v in kept]
 
     def backward(residuals: list[Array], grads: list[Array]) -> tuple[Array | None, ...]:

@@ -1,36 +1,293 @@
-"""Has a loss compute with experts that stay apart over a mesh axis, whatever the model."""
+"""Keeps experts where they are: rows travel to the devices of their experts, and back.
+
+Devices of a mesh axis have other rows and other experts. What is computed of weights alone runs on
+a device's experts. Where rows meet them, a *trip* begins: the rows of all devices for these experts
+are exchanged, what follows runs on them, one copy for each device they came from, and results
+return. What can not be part of a trip gathers its experts, which is exact, and is reported.
+"""
 
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Generator, Sequence
 
-from jax import Array, lax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._jaxprs import type_of
+from zerojax._passes.block_runner import (
+    OTHERS,
+    TOTALS,
+    BlockRunner,
+    Layouts,
+    Tracked,
+)
+from zerojax._passes.blocks import Axis, Blocks
+from zerojax._passes.control import CONTROL
 from zerojax._passes.loss import Loss
+from zerojax._passes.rooms import RAGGED, Rooms, for_ragged
+from zerojax._passes.sequences import rule_of
+from zerojax._passes.trips import ROWS, TRIPS, Step, Trip
+from zerojax._table import human_bytes
 
 
-def keep_experts(loss: Loss, axis: str, size: int, dims: Sequence[int | None]) -> Loss:
+def keep_experts(loss: Loss, axis: str, size: int, dims: Sequence[int | None], room: float) -> Loss:
     """Returns a loss of which each device of a mesh axis has its block of the experts.
 
     `dims` says which dimension of each parameter counts experts; None has none. The last block may
-    end with experts of zeros. The loss gathers the experts of all devices when it starts.
+    end with experts that do not count. Sorted rows have `room` times an equal share of a device's.
     """
-    variables = loss.jaxpr.invars
-    types, places = [v.aval for v in variables], dict[int, int]()
-    for at, dim in enumerate(dims):
-        if dim is not None:
-            shape = list(type_of(variables[at]).shape)
-            places[at], shape[dim] = dim, -(-shape[dim] // size)
-            types[at] = types[at].update(shape=tuple(shape))
+    runner, params = Keeper(Axis(axis, size), room), len(loss.params)
+    variables, metrics = loss.jaxpr.invars, list[str]()
+    places = [None if dim is None else Blocks(dim) for dim in dims]
+    places += [None] * (len(variables) - len(places))
+    shapes = [type_of(v).shape for v in variables]
+    pairs = zip(variables, shapes, places, strict=True)
+    types = [v.aval.update(shape=runner.axis.local(shape, at)) for v, shape, at in pairs]
 
     def code(*arrays: Array) -> list[Array]:
-        values = list(arrays)
-        for at, dim in places.items():
-            every = lax.all_gather(values[at], axis, axis=dim, tiled=True)
-            values[at] = lax.slice_in_dim(every, 0, type_of(variables[at]).shape[dim], axis=dim)
-        return _compat.run_jaxpr(loss.jaxpr, values)
+        values = [Tracked(*each) for each in zip(shapes, arrays, places, strict=True)]
+        runner.same.update(values[:params])
+        outs = runner.run(loss.jaxpr, (), values)
+        loads = outs[len(loss.jaxpr.outvars) :]
+        metrics[:] = METRICS if loads else ()
+        results = [
+            runner.array(v, None, loss.jaxpr.eqns[-1]) for v in outs[: len(outs) - len(loads)]
+        ]
+        return [*results, *(_worst(jnp.stack([v.array for v in loads])) if loads else ())]
 
-    return loss.retraced(code, *types)
+    result = loss.retraced(code, *types)
+    names = (*loss.metrics, *metrics)
+    return dataclasses.replace(result, metrics=names).noting(*_notes(runner))
+
+
+# Code that may have experts of its own. No other equation knows both experts and rows.
+DESCENDED = (*_compat.CALLS, *_compat.REMAT, "scan", "while", "cond")
+# How full the fullest room is, and how many trips, a layer's each, needed more than one round.
+METRICS = "expert_load", "expert_overflows"
+
+
+def _worst(loads: Array) -> Array:
+    """Returns the metrics of several trips as those of one."""
+    return jnp.stack([jnp.max(loads[..., 0]), jnp.sum(loads[..., 1])])
+
+
+def _notes(runner: "Keeper") -> list[str]:
+    totals = Counter[str]()
+    for each in runner.regions[0].sent:
+        what = each.what if each.what == ROWS else f"experts, gathered for {each.place}"
+        totals[what] += each.nbytes
+    return [
+        f"{runner.axis.name}: each device receives {human_bytes(nbytes)} of {what} in forward"
+        for what, nbytes in totals.most_common()
+    ]
+
+
+class Keeper(BlockRunner):
+    """Runs a jaxpr of all experts on this device's rows, and on its block of the experts.
+
+    A value in `Blocks` is computed of experts' weights alone. Any other is this device's own; or,
+    if it is the `same` on all devices of the axis, computed of parameters alone. A value that is
+    `away` is a result of a trip, which has not run yet.
+    """
+
+    def __init__(self, axis: Axis, room: float) -> None:
+        super().__init__(axis, CONTROL, rule_of, math.inf, TRIPS)
+        self.room, self.same = room, set[Tracked]()
+        self.away = dict[Tracked, Trip]()
+        self.home = dict[Tracked, Tracked]()
+        self.open = [dict[Tracked | None, Trip]()]  # in this scope of JAX's and those around it
+        self.callers_of = list[tuple[JaxprEqn, Sequence[Tracked]]]()
+        self.loads = [list[Tracked]()]  # of each jaxpr that runs
+
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[ArrayLike],
+        inputs: Sequence[Tracked],
+        caller: JaxprEqn | None = None,
+    ) -> list[Tracked]:
+        name = caller.primitive.name if caller else ""
+        if caller is not None and self.callers_of[-1][0] is caller:
+            first, carried = _compat.scan_counts(caller.params) if name == "scan" else (0, 0)
+            pairs = enumerate(zip(self.callers_of[-1][1], inputs, strict=False))
+            is_same = [self.is_same(v) and not first <= k < first + carried for k, (v, _) in pairs]
+            self.same.update(itertools.compress(inputs, is_same))
+        self.loads.append([])
+        outs = super().run(jaxpr, consts, inputs, caller)
+        loads = self.loads.pop()
+        returns = len(self.loads) == 1 or name in (*_compat.CALLS, *_compat.REMAT, "scan")
+        return [*outs, *loads] if returns else outs
+
+    @contextlib.contextmanager
+    def scope(self, times: int = 1) -> Generator[None]:
+        self.open.append({})
+        try:
+            with super().scope(times):
+                yield
+        finally:
+            self.open.pop()
+
+    def check_axes(self, eqn: JaxprEqn) -> None:
+        """A loss may speak over the axis: its devices have rows of their own."""
+
+    def is_same(self, value: Tracked) -> bool:
+        if value.eqn is not None:
+            return all(map(self.is_same, value.operands))
+        if value in self.away:
+            return False
+        return value in self.same or bool(value.at) or not isinstance(value.array, Tracer)
+
+    def results(self, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
+        name = eqn.primitive.name
+        is_inlined = name in _compat.CALLS and not str(eqn.params.get("name")).startswith(
+            "zerojax_"
+        )
+        is_same = all(map(self.is_same, operands))
+        if not is_inlined and not is_same:
+            if any(v in self.away or self.natural(v) for v in operands):
+                if (results := self.joined(eqn, operands)) is not None:
+                    return results
+                operands = [self.returned(v, eqn) for v in operands]
+            if name not in DESCENDED or (name == "scan" and _scans_experts(operands)):
+                operands = [self.gathered(v, eqn) for v in operands]
+            if name in self.control and not any(map(self.natural, operands)):
+                return self.whole(eqn, operands)
+        self.callers_of.append((eqn, operands))
+        results = super().results(eqn, operands)
+        self.callers_of.pop()
+        results, loads = results[: len(eqn.outvars)], results[len(eqn.outvars) :]
+        if loads:
+            worst = _worst(jnp.stack([jnp.asarray(v.array) for v in loads]))
+            self.loads[-1].append(Tracked(worst.shape, worst))
+        if is_same:
+            self.same.update(results)
+        return results
+
+    def whole(self, eqn: JaxprEqn, operands: Sequence[Tracked]) -> list[Tracked]:
+        """Runs an equation as it is."""
+        return self.bound(eqn, operands, [None] * len(operands), [None] * len(eqn.outvars))
+
+    def gathered(self, value: Tracked, eqn: JaxprEqn) -> Tracked:
+        """Returns a value of all experts."""
+        if not self.natural(value):
+            return value
+        result = Tracked(value.shape, self.array(value, None, eqn))
+        self.same.add(result)
+        return result
+
+    def array(self, value: Tracked, at: Blocks | None, eqn: JaxprEqn, what: str = OTHERS) -> Array:
+        return super().array(self.returned(value, eqn), at, eqn, what)
+
+    def settled(self, value: Tracked, eqn: JaxprEqn) -> Tracked:
+        return super().settled(self.returned(value, eqn), eqn)
+
+    # -- trips
+
+    def returned(self, value: Tracked, eqn: JaxprEqn) -> Tracked:
+        """Returns a value that is back from its trip."""
+        if value not in self.away:
+            return value
+        if value not in self.home:
+            trip = self.away[value]
+            read = {v for step in trip.steps for v in step.operands}
+            ends = [v for v in trip.types if v not in read or v is value]
+            if trip.is_dear(ends):
+                arrays = self.stayed(trip, ends)
+            else:
+                arrays, loads = trip.run(ends, eqn)
+                self.loads[-1] += [Tracked(x.shape, x) for x in loads]
+            for end, array in zip(ends, arrays, strict=True):
+                self.home[end] = Tracked(end.shape, array)
+            self.open[-1] = {k: other for k, other in self.open[-1].items() if other is not trip}
+        return self.home[value]
+
+    def stayed(self, trip: Trip, ends: Sequence[Tracked]) -> list[Array]:
+        """Returns what a trip would, of this device's rows and all experts."""
+        here = dict[Tracked, Tracked]()
+        for step in trip.steps:
+            operands = [here.get(v) or self.gathered(v, step.eqn) for v in step.operands]
+            here.update(zip(step.results, self.whole(step.eqn, operands), strict=True))
+        return [self.array(here[v], None, trip.steps[-1].eqn) for v in ends]
+
+    def joined(self, eqn: JaxprEqn, operands: Sequence[Tracked]) -> list[Tracked] | None:
+        """Returns the results of an equation in a trip; None if it can not be part of one."""
+        trips = {self.away[v]: None for v in operands if v in self.away}
+        if len(trips) > 1 or any(v in self.home for v in operands):
+            return None
+        key, operands = None, list(operands)
+        if eqn.primitive.name == RAGGED:
+            key, operands[1] = operands[2], self.settled(operands[1], eqn)
+        trip = next(iter(trips), None) or self.open[-1].get(key)
+        if trip is None:
+            trip = Trip(self) if key is None else Rooms(self, key, operands[0])
+        places = [trip.types[v][1] if v in trip.types else self.natural(v) for v in operands]
+        wanted = self.wanted(eqn, operands, places, trip) if trip.takes(key, operands) else None
+        if wanted is None:
+            return None
+        pairs = zip(operands, wanted, strict=True)
+        leaves = dict.fromkeys(leaf for pair in pairs for leaf in trip.leaves_of(*pair))
+        results = [Tracked(type_of(v).shape) for v in eqn.outvars]
+        step = Step(eqn, operands, wanted, results)
+        types, sent = trip.tried(step, list(leaves))
+        if any(each.what != TOTALS for each in sent) or not all(_is_plain(at) for _, at in types):
+            return None
+        if sent and trips and trip.is_dearer(step, types, leaves):
+            return None
+        is_sum = bool(sent) and eqn.primitive.name in ("dot_general", "reduce_sum")
+        trip.steps.append(dataclasses.replace(step, is_sum=is_sum))
+        trip.leaves.update(leaves)
+        trip.types.update(zip(results, types, strict=True))
+        self.away.update(dict.fromkeys(results, trip))
+        self.open[-1][trip.key] = trip
+        return results
+
+    def wanted(
+        self, eqn: JaxprEqn, operands: Sequence[Tracked], places: Layouts, trip: Trip
+    ) -> Layouts | None:
+        """Returns the blocks in which a trip needs operands; None if it can not run this."""
+        name, is_start = eqn.primitive.name, all(v not in trip.types for v in operands)
+        if name == RAGGED:
+            return for_ragged(eqn, operands)
+        if name == "dot_general":
+            return _for_matmul(eqn, places, is_start)
+        if name == "scan":
+            return places if _scans_experts(operands) else None
+        if is_start or name in (*_compat.REMAT, *_compat.CALLS, "while", "cond"):
+            return None
+        shapes = {v.shape: at for v, at in zip(operands, places, strict=True) if at}
+        if name in self.control:
+            return [shapes.get(v.shape) for v in operands]
+        outs = (self.after(eqn, k, at) for k, at in enumerate(places) if at)
+        if (out := next(filter(None, outs), None)) is None:
+            return places
+        before = self.before(eqn, out)
+        return before and [at or new for at, new in zip(places, before, strict=True)]
+
+
+def _is_plain(at: Blocks | None) -> bool:
+    return at is None or at.is_plain
+
+
+def _scans_experts(operands: Sequence[Tracked]) -> bool:
+    return any(v.at and v.at.dim == 0 for v in operands)
+
+
+def _for_matmul(eqn: JaxprEqn, places: Layouts, is_start: bool) -> Layouts | None:
+    (contract, batch), wanted = eqn.params["dimension_numbers"], list(places)
+    for k, at in enumerate(places):
+        for dims in (batch, contract):
+            if at and at.dim in dims[k] and wanted[1 - k] is None:
+                wanted[1 - k] = Blocks(dims[1 - k][list(dims[k]).index(at.dim)])
+        if at and is_start and at.dim in contract[k]:
+            return None
+    return wanted

@@ -2,6 +2,7 @@
 `_passes/experts.py` computes with them."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from jax.sharding import Mesh, PartitionSpec
@@ -11,10 +12,38 @@ from zerojax._state.state import finds
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Parameters whose paths match `pattern` stay apart over the mesh axis `axis`."""
+    """How experts stay apart over a mesh axis. The loss is written for all of them.
+
+    Arguments:
+        axis: the mesh axis. It splits rows of the batch, too.
+        pattern: a regex of the paths of the parameters of experts.
+        room: for rows sorted by expert, how many each device has room for, from each other, in
+            equal shares. More of them take another round: none is dropped.
+
+    Example:
+        >>> params = {"experts": jnp.ones((8, 64, 32))}
+        >>> experts = zerojax.Experts("expert", "experts", room=1.5)
+        >>> mesh = zerojax.mesh(data=4, expert=2)
+        >>> print(zerojax.plan({"params": params}, mesh=mesh, experts=experts).leaves[0].spec)
+        PartitionSpec('expert', 'data')
+    """
 
     axis: str
     pattern: str
+    room: float = 1.25
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.axis, str) or not isinstance(self.pattern, str):
+            raise TypeError(
+                f"Experts(axis={self.axis!r}, pattern={self.pattern!r}) must name an axis of the "
+                "mesh and a pattern of paths. Pass Experts('expert', 'experts'), say."
+            )
+        is_number = isinstance(self.room, int | float) and not isinstance(self.room, bool)
+        if not is_number or not 0 < self.room < math.inf:
+            raise ValueError(
+                f"Experts(room={self.room!r}) must be a positive number of equal shares. Pass "
+                "1.25, or the largest `expert_load` among the metrics of a step."
+            )
 
     def matches(self, path: str) -> bool:
         return finds(self.pattern, path, f"experts= over {self.axis!r}: ")
@@ -67,5 +96,6 @@ def as_experts(experts: object) -> Experts | None:
         return Experts(*pairs[0])
     raise TypeError(
         f"experts={experts!r} must map one axis of the mesh to one pattern of paths. Pass "
-        "experts={'expert': 'experts'} and mesh=zerojax.mesh(data=4, expert=2), say."
+        "experts={'expert': 'experts'} and mesh=zerojax.mesh(data=4, expert=2), say, or a "
+        "zerojax.Experts."
     )

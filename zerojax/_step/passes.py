@@ -38,7 +38,7 @@ def rewritten(
         passes.append(lambda loss: split_sequences(loss, *split))
     if (who := plan.experts) and (size := plan.mesh.shape[who.axis]) > 1:
         apart = [leaf.experts for leaf in plan.params]
-        passes.append(lambda loss: keep_experts(loss, who.axis, size, apart))
+        passes.append(lambda loss: keep_experts(loss, who.axis, size, apart, who.room))
     # Before layers are rolled up: that leaves no call of a mean, and puts some into loops.
     if options.accumulate > 1 and has_counts(loss):
         passes.append(with_counts_first)

@@ -43,7 +43,8 @@ WRITTEN = re.compile(
     r"/(all_gather|reduce_scatter|\w*all_to_all|ppermute|p(sum|max|min))\w*\b(?!/)"
 )
 OPTIMIZER_SCOPE = "optimizer"  # full-matrix optimizers may send what they need
-SEQUENCES = re.compile(r"\bsequences/[^/()]+")  # the scopes of sequences that zerojax splits
+# The scopes of sequences that zerojax splits, and of rows that it sends to experts.
+SPLIT = re.compile(r"\b(sequences|trips)/[^/()]+")
 STATE_KINDS = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
 
 
@@ -314,7 +315,7 @@ class Reading:
         In a step by hand, a loss may gather its weights and reduce its gradients.
         """
         may_be_zeros = self.is_by_hand or any(root in one.scope for root in self.roots)
-        what = SEQUENCES.search(one.scope)
+        what = SPLIT.search(one.scope)
         if is_written(one, self.trains) and (not may_be_zeros or (what and not paths)):
             return what[0] if what else "the loss"
         in_loss = _flow.IN_LOSS in one.scope or not self.trains

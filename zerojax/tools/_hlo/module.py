@@ -21,7 +21,8 @@ _HOST_LAYOUT = "S(5)"  # in a layout: XLA's number for the memory of the host
 _ON_CHIP = re.compile(r"T\(.*S\([124]\)|^\{:S\(2\)\}")
 _TILES = re.compile(r"\{[\d,]*:T\(\d")
 _ASYNC_START = 'custom_call_target="AsyncCollectiveStart"'
-_RARE_LOOP = re.compile(r"\b(guessed|restored)/while$")  # scopes of `_features/speculate.py`
+# Scopes of `_features/speculate.py` and `_passes/rooms.py`.
+_RARE_LOOP = re.compile(r"\b(guessed|restored|left_over)/while$")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|branch_computations|called_computations|"
@@ -323,7 +324,7 @@ class Module:
         """
         if count := loop.attribute(r'known_trip_count":\{"n":"(\d+)"'):
             return int(count)
-        # A step that guesses runs once as a rule, and then puts nothing back.
+        # A step that guesses runs once as a rule, and then puts nothing back; rooms suffice.
         if rare := _RARE_LOOP.search(loop.op_name):
             return int(rare[1] == "guessed")
         test = self.roots[loop.attribute(r"condition=%?([\w.\-]+)") or loop.body]

@@ -1,0 +1,187 @@
+"""What travels to experts that stay apart, and when: rounds, metrics, and what is printed."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.training.train_state import TrainState
+from optax import sgd
+
+import zerojax
+from tests.support.compared import mesh_of
+
+EXPERTS, DIM, HIDDEN, TOKENS = 8, 16, 48, 12
+APART = {"mesh": mesh_of({"data": 2, "expert": 4}), "experts": {"expert": "experts"}}
+
+
+def make_params() -> Any:
+    keys = iter(jax.random.split(jax.random.key(0), 4))
+    normal = lambda *shape: jax.random.normal(next(keys), shape) / np.sqrt(shape[-2])
+    up, down = (EXPERTS, DIM, HIDDEN), (EXPERTS, HIDDEN, DIM)
+    experts = {"gate": normal(*up), "up": normal(*up), "down": normal(*down)}
+    return {"router": normal(DIM, EXPERTS), "experts": experts}
+
+
+def state_of(params: Any, **options: Any) -> Any:
+    state = TrainState.create(apply_fn=None, params=params, tx=sgd(0.1))
+    return zerojax.shard_train_state(state, stage=3, **options)
+
+
+def batch(rows: int = 8) -> Any:
+    return np.asarray(jax.random.normal(jax.random.key(1), (rows, TOKENS, DIM)))
+
+
+def seated(params: Any, x: Any) -> Any:
+    """Each expert has 4 seats for a row's tokens."""
+    p, shares = params["experts"], jax.nn.softmax(x @ params["router"])
+    chosen = jax.nn.one_hot(shares.argmax(-1), EXPERTS)
+    seat = (chosen * (chosen.cumsum(1) - 1)).sum(-1).astype(int)
+    sits = chosen[..., None] * jax.nn.one_hot(seat, 4)[:, :, None]
+    inputs = jnp.einsum("gsec,gsd->gecd", sits, x)
+    hidden = jax.nn.silu(jnp.einsum("gecd,edf->gecf", inputs, p["gate"]))
+    hidden *= jnp.einsum("gecd,edf->gecf", inputs, p["up"])
+    return jnp.einsum("gsec,gecd->gsd", sits, jnp.einsum("gecf,efd->gecd", hidden, p["down"]))
+
+
+def sorted_rows(params: Any, x: Any, number: Any = None) -> Any:
+    p, rows = params["experts"], x.reshape(-1, DIM)
+    number = (rows @ params["router"]).argmax(-1) if number is None else number.reshape(-1)
+    order, sizes = number.argsort(), jnp.bincount(number, length=EXPERTS)
+    dot = lambda rows, weights: jax.lax.ragged_dot(rows, weights, sizes)
+    hidden = jax.nn.silu(dot(rows[order], p["gate"])) * dot(rows[order], p["up"])
+    return dot(hidden, p["down"])[order.argsort()].reshape(x.shape)
+
+
+def loss_of(mixture: Any) -> Any:
+    return lambda params, x: jnp.mean((x + mixture(params, x)) ** 2)
+
+
+def compare(loss: Any, x: Any, params: Any = None, **options: Any) -> tuple[Any, Any]:
+    """Compares a step with the mean of the loss over the rows of 8 devices; returns it, and its
+    metrics."""
+    params = params or make_params()
+    parts = jnp.split(x, 8)
+    mean = lambda params: jnp.stack([loss(params, part) for part in parts]).mean()
+    wanted, grads = jax.jit(jax.value_and_grad(mean))(params)
+    step = zerojax.train_step(loss)
+    state, metrics = step(state_of(params, **(APART | options)), x)
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+    trained = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, trained)
+    return step, metrics
+
+
+def sent(loss: Any, x: Any, **options: Any) -> list[Any]:
+    """(kind, axes, bytes) of what a step sends over the axis of experts."""
+    state = state_of(make_params(), **(APART | options))
+    report = zerojax.audit(zerojax.train_step(loss), state, x)
+    report.check()
+    rows = [(one.kind, one.axes, round(one.wire_bytes)) for one in report.traffic]
+    return [row for row in rows if row[1] == ("expert",) and row[2] > 64]
+
+
+def test_slots_travel_once_there_and_once_back():
+    state = state_of(make_params(), **APART)
+    assert state.params["experts"]["up"].addressable_shards[0].data.shape == (2, 8, 48)
+    rows = sent(loss_of(seated), batch())
+    slots = EXPERTS * 4 * DIM * 4 * 3 // 4  # one row on each device; 3 of 4 parts travel
+    # Backward sends what goes back to them; the batch has no gradient.
+    assert rows == [("all-to-all", ("expert",), slots)] * 3
+    step, _ = compare(loss_of(seated), batch())
+    assert "expert: each device receives 3.0 KiB of rows for their experts in forward" in str(step)
+
+
+@pytest.mark.parametrize("share", [1.0, 1.25, 4.0])
+def test_rooms_of_any_size_drop_no_row(share):
+    experts = zerojax.Experts("expert", "experts", room=share)
+    _, metrics = compare(loss_of(sorted_rows), batch(16), experts=experts)
+    parts = np.split(batch(16), 8)
+    numbers = [(part.reshape(-1, DIM) @ make_params()["router"]).argmax(-1) for part in parts]
+    each = [np.bincount(number // 2, minlength=4).max() / 6 for number in numbers]  # of 24 rows
+    loads = np.max(each[:4]), np.max(each[4:])  # the fullest room of each 4 devices
+    assert metrics["expert_load"] == pytest.approx(np.mean(loads))
+    overflows = [load * 6 > np.ceil(share * 6) for load in loads]
+    assert metrics["expert_overflows"] == np.mean(overflows)
+
+
+@pytest.mark.parametrize("expert", [0, 7])
+def test_all_rows_for_one_expert(expert):
+    def mixture(params, x):
+        return sorted_rows(params, x, jnp.full(x.shape[:2], expert))
+
+    _, metrics = compare(loss_of(mixture), batch(16))
+    assert (metrics["expert_load"], metrics["expert_overflows"]) == (4, 1)
+
+
+def test_rows_without_an_expert():
+    def mixture(params, x):
+        """The last 5 rows of a device belong to no group: a `ragged_dot` makes zeros of them."""
+        rows, p = x.reshape(-1, DIM), params["experts"]
+        sizes = jnp.array([3, 0, 2, 4, 0, 1, 8, 1])
+        hidden = jax.lax.ragged_dot(rows, p["up"], sizes) + 1
+        return (
+            jax.lax.ragged_dot(jnp.sin(hidden), p["down"], sizes).reshape(x.shape) + hidden.mean()
+        )
+
+    compare(loss_of(mixture), batch(16))
+
+
+def test_rows_that_are_more_than_the_experts_stay():
+    x = batch(256)
+    step, _ = compare(loss_of(seated), x)
+    assert not re.search("rows for their experts", str(step))
+    assert re.search(r"experts, gathered for dot_general \(\S*test_trips.py:\d+", str(step))
+    assert {kind for kind, *_ in sent(loss_of(seated), x)} == {"all-gather", "reduce-scatter"}
+
+
+def test_experts_by_index_are_gathered_and_named():
+    def mixture(params, x):
+        number = (x @ params["router"]).argmax(-1)
+        return jnp.einsum("gsd,gsdf->gsf", x, jnp.take(params["experts"]["up"], number, 0))[
+            ..., :DIM
+        ]
+
+    step, _ = compare(loss_of(mixture), batch())
+    gathered = r"each device receives 24.0 KiB of experts, gathered for gather \(\S*test_trips.py"
+    assert re.search(gathered, str(step))
+
+
+def test_derivatives_of_rows_are_not_summed():
+    @jax.custom_vjp
+    def halved(x):
+        return x / 2
+
+    halved.defvjp(lambda x: (x / 2, None), lambda _, grad: (grad / 2,))
+    compare(
+        lambda params, x: jnp.mean(
+            seated(params, halved(x @ params["router"] @ params["router"].T)) ** 2
+        ),
+        batch(),
+    )
+
+
+def test_a_loss_may_speak_over_the_axis():
+    def loss(params, x):
+        return loss_of(seated)(params, x) * zerojax.mean(x**2)
+
+    x, params = batch(), make_params()
+    _, metrics = zerojax.train_step(loss)(state_of(params, **APART), x)
+    wanted = np.mean([loss_of(seated)(params, part) for part in np.split(x, 8)]) * np.mean(x**2)
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mixture", [seated, sorted_rows])
+def test_sequences_beside_experts(mixture):
+    def loss(params, x):
+        attended = jax.nn.dot_product_attention(x[:, :, None], x[:, :, None], x[:, :, None])
+        return jnp.mean((x + mixture(params, x + attended[:, :, 0])) ** 2)
+
+    x, params = batch(4), make_params()
+    options = {**APART, "mesh": mesh_of({"data": 2, "sequence": 2, "expert": 2})}
+    split = {"sequence": zerojax.Sequences(most_gathered=9), **options}
+    _, metrics = zerojax.train_step(loss)(state_of(params, **split), x)
+    wanted = np.mean([loss(params, part) for part in np.split(x, 4)])
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
