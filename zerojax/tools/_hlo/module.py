@@ -322,11 +322,11 @@ class Module:
 
         XLA:TPU does not write them down: its loops count from a constant to another one.
         """
-        if count := loop.attribute(r'known_trip_count":\{"n":"(\d+)"'):
-            return int(count)
         # A step that guesses runs once as a rule, and then puts nothing back; rooms suffice.
         if rare := _RARE_LOOP.search(loop.op_name):
             return int(rare[1] == "guessed")
+        if count := loop.attribute(r'known_trip_count":\{"n":"(\d+)"'):
+            return int(count)
         test = self.roots[loop.attribute(r"condition=%?([\w.\-]+)") or loop.body]
         carried, last = loop.operands[0], self.roots[loop.body]
         if test.opcode != "compare" or "direction=LT" not in test.attributes:
