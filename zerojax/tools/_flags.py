@@ -83,7 +83,7 @@ def _of_options() -> dict[str, Keywords]:
     """Returns a flag for each option of a step that text can name."""
     metavars = {"groups": "params=gpu,opt_state=gpu+node", "offload": "opt_state,params"}
     metavars |= {"regather": "true|false|gpu", "axis": "batch|host,gpu", "activations": "host"}
-    metavars |= {"mesh": "data=8,tensor=8"}
+    metavars |= {"mesh": "data=8,tensor=8", "experts": "expert=regex"}
     skipped = {"tx", "rates", "precision", "overrides", "batch_specs", "schedule"}
     skipped |= {"compiler_options"}
     flags = {}
