@@ -23,9 +23,9 @@ from tests import house
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
-    "Checkpoints", "ModuleState", "Offload", "Plan", "Precision", "QuantizedWire", "Schedule",
-    "Sequences", "audit", "eval_step", "forecast", "gather_params", "initialize", "mean", "mesh",
-    "pad_batch", "plan", "quantize", "reshard", "restore", "save", "shard_batch",
+    "Checkpoints", "Experts", "ModuleState", "Offload", "Plan", "Precision", "QuantizedWire",
+    "Schedule", "Sequences", "audit", "eval_step", "forecast", "gather_params", "initialize",
+    "mean", "mesh", "pad_batch", "plan", "quantize", "reshard", "restore", "save", "shard_batch",
     "shard_train_state", "stream", "train_step", "unpad", "value_and_grad", "verify",
 }  # fmt: skip
 TOOLS = {
