@@ -56,7 +56,9 @@ def values_in(value):
         yield from values_in(each)
 
 
-@pytest.mark.parametrize("kind", [zerojax.Precision, zerojax.Offload, zerojax.QuantizedWire])
+@pytest.mark.parametrize(
+    "kind", [zerojax.Precision, zerojax.Offload, zerojax.QuantizedWire, zerojax.Experts]
+)
 def test_each_field_is_in_a_row_and_not_at_its_default(kind):
     options = [row.plan | row.step for row in ROWS.values()]
     made = [value for given in options for value in values_in(given) if isinstance(value, kind)]

@@ -89,6 +89,22 @@ def tensor(remat: bool, unroll: int = 1) -> Model:
     return Model({"up": up, "down": down}, loss, jnp.zeros((512, 256)))
 
 
+def mixture(_: bool) -> Model:
+    """Rows that are sorted by their experts, in a scan over layers."""
+
+    def layer(x, p):
+        rows, number = x.reshape(-1, 64), (x @ p["router"]).argmax(-1).reshape(-1)
+        order, counts = number.argsort(), jnp.bincount(number, length=8)
+        up = jnp.tanh(jax.lax.ragged_dot(rows[order], p["experts"]["up"], counts))
+        down = jax.lax.ragged_dot(up, p["experts"]["down"], counts)
+        return x + down[order.argsort()].reshape(x.shape), None
+
+    loss = lambda params, x: jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+    experts = {"up": jnp.zeros((2, 8, 64, 128)), "down": jnp.zeros((2, 8, 128, 64))}
+    params = {"router": jnp.zeros((2, 64, 8)), "experts": experts}
+    return Model(params, loss, jnp.zeros((16, 8, 64)))
+
+
 def scaled(remat: bool) -> Model:
     fields = {"dynamic_scale": DynamicScale(), "skipped": jnp.zeros((), jnp.int32)}
     return dataclasses.replace(MODELS["mlp"](remat), fields=fields)
@@ -105,7 +121,7 @@ OWN_MODELS = {
     "odd": lambda remat: odd_gpt(64, remat), "wide": wide, "lookup": lookup, "masked": masked,
     "layers": layers,
     "tensor": tensor, "unrolled": functools.partial(tensor, unroll=2), "scaled": scaled,
-    "module": module,
+    "module": module, "mixture": mixture,
 }  # fmt: skip
 OWN_OPTIMIZERS = {
     "frozen": lambda: optax.multi_transform(
@@ -230,6 +246,10 @@ ROWS = {
     "sequences": Row(
         "gpt remat", dict(sequence="sequence", mesh=mesh_of(data=2, sequence=2))
     ),
+    "experts": Row("mixture", dict(
+        experts=lambda: zerojax.Experts("expert", "experts", room=1.5),
+        mesh=mesh_of(data=2, expert=2),
+    )),
     "racks": Row("odd", dict(groups={"params": "gpu", "grads": ("node", "gpu")}) | RACKS),
     "python loop": Row("layers", dict(stage=3), dict(roll=True)),
     "python loop, remat": Row("layers remat", dict(stage=3)),
