@@ -36,7 +36,7 @@ from zerojax._passes.control import CONTROL
 from zerojax._passes.loss import Loss
 from zerojax._passes.rooms import RAGGED, Rooms, for_ragged
 from zerojax._passes.sequences import rule_of
-from zerojax._passes.trips import ROWS, TRIPS, Step, Trip
+from zerojax._passes.trips import ROWS, TRIPS, Leg, Trip
 from zerojax._table import human_bytes
 
 
@@ -237,7 +237,7 @@ class Keeper(BlockRunner):
         pairs = zip(operands, wanted, strict=True)
         leaves = dict.fromkeys(leaf for pair in pairs for leaf in trip.leaves_of(*pair))
         results = [Tracked(type_of(v).shape) for v in eqn.outvars]
-        step = Step(eqn, operands, wanted, results)
+        step = Leg(eqn, operands, wanted, results)
         types, sent = trip.tried(step, list(leaves))
         if any(each.what != TOTALS for each in sent) or not all(_is_plain(at) for _, at in types):
             return None

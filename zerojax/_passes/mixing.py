@@ -437,11 +437,11 @@ def scattered(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks
         return [Tracked(value.shape, whole + s.axis.summed(sums))]
 
 
-REDUCTIONS = "reduce_sum reduce_prod reduce_and reduce_or reduce_max reduce_min"
+SUMMING = "reduce_sum reduce_prod reduce_and reduce_or reduce_max reduce_min"
 WINDOWS = "slice pad conv_general_dilated reduce_window_sum reduce_window_max reduce_window_min"
 MIXING: dict[str, TokenRule] = {
     **dict.fromkeys(REWRITTEN, rewritten),
-    **dict.fromkeys(primitives(REDUCTIONS), reduced),
+    **dict.fromkeys(primitives(SUMMING), reduced),
     **dict.fromkeys(primitives(WINDOWS), windowed),
     **dict.fromkeys(JOINS, accumulated),
     **dict.fromkeys(SCATTERS, scattered),

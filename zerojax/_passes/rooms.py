@@ -200,11 +200,11 @@ def taken(x: Array, index: Array, back: Array, counts: Array | None) -> Array:
     return jnp.take(x, index, axis=0, mode="clip")
 
 
-def _taken_fwd(x: Array, index: Array, back: Array, counts: Array | None) -> tuple[Array, Any]:
+def _taken_fwd(x: Array, index: Array, back: Array, counts: Array | None) -> tuple[Array, PyTree]:
     return taken(x, index, back, counts), (back, counts)
 
 
-def _taken_bwd(residuals: Any, grad: Array) -> tuple[Array, None, None, None]:
+def _taken_bwd(residuals: PyTree, grad: Array) -> tuple[Array, None, None, None]:
     back, counts = residuals
     grad = jnp.take(grad, back, axis=0, mode="clip")
     return grad if counts is None else jnp.where(_like(counts, grad), grad, 0), None, None, None
@@ -252,7 +252,7 @@ def _for_blocks(weights: Array, which: Array, experts: int, group: int) -> Array
     return jnp.take(weights, which, axis=group, mode="clip")
 
 
-def _for_blocks_fwd(weights: Array, which: Array, experts: int, group: int) -> tuple[Array, Any]:
+def _for_blocks_fwd(weights: Array, which: Array, experts: int, group: int) -> tuple[Array, Array]:
     return _for_blocks(weights, which, experts, group), which
 
 

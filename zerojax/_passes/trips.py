@@ -29,11 +29,10 @@ from zerojax._passes.sequences import rule_of
 from zerojax._types import Shape, is_key, wide
 
 ROWS, TRIPS = "rows for their experts", "trips"
-Here: TypeAlias = dict[Any, Tracked]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Step:
+class Leg:
     """An equation of a trip."""
 
     eqn: JaxprEqn
@@ -44,7 +43,8 @@ class Step:
 
 
 Types: TypeAlias = "list[tuple[jax.ShapeDtypeStruct, Blocks | None]]"
-Leaf: TypeAlias = tuple[Tracked, Blocks | None]  # rows that travel, in blocks of experts, or whole
+Cargo: TypeAlias = tuple[Tracked, Blocks | None]  # rows that travel, in blocks of experts, or whole
+Here: TypeAlias = dict[Tracked | Cargo, Tracked]
 
 
 class Unsummed(Axis):
@@ -59,9 +59,9 @@ class Trip:
 
     def __init__(self, keeper: Any) -> None:
         self.keeper, self.axis, self.key = keeper, keeper.axis, None
-        self.steps = list[Step]()
+        self.steps = list[Leg]()
         self.types = dict[Tracked, tuple[jax.ShapeDtypeStruct, Blocks | None]]()
-        self.leaves = dict[Leaf, None]()
+        self.leaves = dict[Cargo, None]()
 
     def takes(self, key: Tracked | None, operands: Sequence[Tracked]) -> bool:
         """Whether an equation may be part of it: none that reads a sum, which returns first."""
@@ -75,7 +75,7 @@ class Trip:
     def rule_of(self, name: str, mixes: bool) -> TokenRule | None:
         return rule_of(name, mixes)
 
-    def leaves_of(self, value: Tracked, at: Blocks | None) -> list[Leaf]:
+    def leaves_of(self, value: Tracked, at: Blocks | None) -> list[Cargo]:
         """Returns what must travel for a value that is not the trip's."""
         if value in self.types or self.stays(value, at):
             return []
@@ -106,13 +106,13 @@ class Trip:
         operands = tuple(self.arrived(*pair, here) for pair in pairs)
         return dataclasses.replace(value, operands=operands)
 
-    def ran(self, runner: BlockRunner, step: Step, here: Here) -> list[Tracked]:
+    def ran(self, runner: BlockRunner, step: Leg, here: Here) -> list[Tracked]:
         pairs = zip(step.operands, step.wanted, strict=True)
         operands = [self.arrived(*pair, here) for pair in pairs]
         outs = runner.results(step.eqn, operands)
         return [runner.settled(v, step.eqn) for v in outs]
 
-    def tried(self, step: Step, leaves: Sequence[Leaf]) -> tuple[Types, list[Received]]:
+    def tried(self, step: Leg, leaves: Sequence[Cargo]) -> tuple[Types, list[Received]]:
         """Returns the types of this device's results of a step, and what it would send."""
         runner, places = self.runner(self.axis), list[Blocks | None]()
         known = [v for v in step.operands if v in self.types]
@@ -155,7 +155,7 @@ class Trip:
             return [self.returned(y, at, v.shape, v in sums) for y, at, v in triples], ()
 
     def inside(
-        self, leaves: Sequence[Leaf], outputs: Sequence[Tracked], *arrays: Array
+        self, leaves: Sequence[Cargo], outputs: Sequence[Tracked], *arrays: Array
     ) -> list[Array]:
         pairs = zip(leaves, arrays, strict=True)
         return self.ran_all(
@@ -195,7 +195,7 @@ class Trip:
 
     # -- what it costs
 
-    def nbytes(self, leaves: Iterable[Leaf], outputs: Sequence[Tracked]) -> int:
+    def nbytes(self, leaves: Iterable[Cargo], outputs: Sequence[Tracked]) -> int:
         """Returns the bytes that a device receives for these rows, there and back."""
         sums = {v for step in self.steps if step.is_sum for v in step.results}
         back = sum(self.cost(v, v in sums) for v in outputs)
@@ -218,7 +218,7 @@ class Trip:
         others = self.axis.size - 1
         return self.nbytes(self.leaves, outputs) > experts * others // self.axis.size
 
-    def is_dearer(self, step: Step, types: Types, leaves: Iterable[Leaf]) -> bool:
+    def is_dearer(self, step: Leg, types: Types, leaves: Iterable[Cargo]) -> bool:
         """Whether to send a sum and the new rows for it is more than to send what it sums."""
         new = [leaf for leaf in leaves if leaf not in self.leaves]
         sums = sum(math.prod(x.shape) * x.dtype.itemsize for x, _ in types)

@@ -25,7 +25,7 @@ class Experts:
         >>> experts = zerojax.Experts("expert", "experts", room=1.5)
         >>> mesh = zerojax.mesh(data=4, expert=2)
         >>> print(zerojax.plan({"params": params}, mesh=mesh, experts=experts).leaves[0].spec)
-        PartitionSpec('expert', 'data')
+        P('expert', 'data')
     """
 
     axis: str

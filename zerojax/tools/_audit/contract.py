@@ -15,7 +15,7 @@ from zerojax._specs import Axes, axes_size, beyond
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._table import few, human_bytes, in_runs
 from zerojax._wire import codecs as _codecs
-from zerojax.tools._audit.measurement import SPLIT, Measurement, is_ours, is_written
+from zerojax.tools._audit.measurement import SENDERS, Measurement, is_ours, is_written
 from zerojax.tools._hlo import flow as _flow
 from zerojax.tools._hlo.flow import ARITHMETIC
 from zerojax.tools._hlo.module import Array
@@ -101,7 +101,7 @@ def _split(report: Measurement, plan: Plan) -> Iterator[str]:
     """Finds tokens, or rows for experts, that travel over other axes than the one that is said."""
     axes = {"sequences": plan.sequence, "trips": plan.experts}
     for one in report.traffic:
-        for label in filter(None, map(SPLIT.match, one.sends)):
+        for label in filter(None, map(SENDERS.match, one.sends)):
             how, every = axes[label[1]], plan.mesh.axis_names
             if not _is_within(one, (how.axis,) if how else every):
                 yield (

@@ -44,7 +44,7 @@ WRITTEN = re.compile(
 )
 OPTIMIZER_SCOPE = "optimizer"  # full-matrix optimizers may send what they need
 # The scopes of sequences that zerojax splits, and of rows that it sends to experts.
-SPLIT = re.compile(r"\b(sequences|trips)/[^/()]+")
+SENDERS = re.compile(r"\b(sequences|trips)/[^/()]+")
 STATE_KINDS = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
 
 
@@ -315,7 +315,7 @@ class Reading:
         In a step by hand, a loss may gather its weights and reduce its gradients.
         """
         may_be_zeros = self.is_by_hand or any(root in one.scope for root in self.roots)
-        what = SPLIT.search(one.scope)
+        what = SENDERS.search(one.scope)
         if is_written(one, self.trains) and (not may_be_zeros or (what and not paths)):
             return what[0] if what else "the loss"
         in_loss = _flow.IN_LOSS in one.scope or not self.trains
