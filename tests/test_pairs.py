@@ -17,13 +17,14 @@ from tests.support.space import (
     rows,
     verified,
     wanted,
+    wanted_apart,
 )
 
 LEVELS = [dataclasses.asdict(row) for row in rows()]
 
 
 def test_every_pair_is_in_a_row():
-    left = wanted().keys() - set().union(*map(groups_of, LEVELS))
+    left = (wanted() | wanted_apart()).keys() - set().union(*map(groups_of, LEVELS))
     assert not left, f"in no row: {sorted(map(str, left))}"
     refused = [number for number, levels in enumerate(LEVELS) if refusal_of(levels)]
     assert not refused, f"zerojax refuses rows {refused}"
@@ -36,8 +37,9 @@ def test_what_has_failed_together_is_in_a_row(levels):
 
 def test_defaults_are_first_levels():
     first = {name: levels[0] for name, levels in FACTORS.items()}
-    at_random = {"packed": "", "replayed": 0, "explicit": False}  # which only rows at random have
-    assert dataclasses.asdict(Row()) == first | at_random
+    # Which only rows at random have, or those of APART.
+    others = {"packed": "", "replayed": 0, "explicit": False, "experts": ""}
+    assert dataclasses.asdict(Row()) == first | others
 
 
 @pytest.mark.parametrize("number", range(len(rows())))

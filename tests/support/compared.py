@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh
 import zerojax
 import zerojax.nnx
 from tests.support.schedules import scheduled
-from tests.support.space import SEVEN, Row, settings
+from tests.support.space import SEVEN, Row, refusal_of, settings
 from tests.support.trajectory import (
     OPTIMIZERS,
     RATE,
@@ -53,8 +53,9 @@ def mesh_of(sizes: dict[str, int], kind: AxisType = AxisType.Auto) -> Mesh:
 
 
 def sequences_of(row: Row) -> zerojax.Sequences | None:
-    """The features of the MLP stand for tokens, which its weights mix."""
-    limit = {"most_gathered": 0.5} if row.model == "mlp" else {}
+    """The features of the MLP stand for tokens, which its weights mix. A mixture sorts tokens."""
+    limit = {"mlp": 0.5, "mixture": math.inf}.get(row.model)
+    limit = {"most_gathered": limit} if limit else {}
     return zerojax.Sequences(row.tokens, **limit) if row.tokens else None
 
 
@@ -65,13 +66,14 @@ def placing(row: Row) -> dict[str, Any]:
         kind: tuple(axis for axis in axes if min(row.kinds[axis], row.stage) > at)
         for at, kind in enumerate(KINDS)
     }
-    rows = tuple(axis for axis in axes if axis != row.tokens)
+    rows = tuple(axis for axis in axes if axis not in (row.tokens, row.apart))
     where = {"groups": shared} if "/" in row.layout else {"axis": rows or None}
     offload = zerojax.Offload(**{k: k in row.offload for k in ("opt_state", "params")}, min_bytes=0)
     return {
         "stage": row.stage,
         "mesh": mesh_of(row.sizes, AxisType.Explicit if row.explicit else AxisType.Auto),
         "sequence": sequences_of(row),
+        "experts": {row.apart: "experts"} if row.apart else None,
         "pad": row.shapes != "whole",
         "precision": zerojax.Precision(**row.types) if row.types else None,
         "offload": offload if row.offload else None,
@@ -193,6 +195,8 @@ def started(row: Row, ends: list[End]) -> tuple[Training, int]:
         return Training(row, state_at(row, ends[1])), 1
     pad = {"whole": "padded", "padded": "whole", "even": "even"}[row.shapes]
     other = dataclasses.replace(row, shapes=pad, **ELSEWHERE[row.source])
+    if refusal_of(dataclasses.asdict(other)):
+        other = dataclasses.replace(other, experts="")
     training = Training(row, state_at(row, ends[0]))
     with tempfile.TemporaryDirectory() as directory:
         zerojax.save(f"{directory}/state", Training(other, state_at(row, ends[1])).get())
@@ -398,8 +402,12 @@ def check_shards(row: Row, state: Any) -> None:
     """Large parameters, and what has their shapes, are in as many parts as the stage says."""
     where = placing(row)
     groups = where.get("groups") or dict.fromkeys(KINDS[: row.stage], tuple(row.sizes))
-    parts = math.prod(row.sizes[axis] for axis in groups.get("opt_state", ()))
-    cut = {"opt_state": parts, "params": parts if groups.get("params") else 1}
+    experts = {row.apart} - {None}
+
+    def parts(kind: str, apart: set[str]) -> int:
+        others = {*groups.get("opt_state", ())} if {*groups.get(kind, ())} - apart else set()
+        return math.prod(row.sizes[axis] for axis in others | apart)
+
     plan = state.tx.plan
     large = {
         p.path.removeprefix("params/"): p.shape for p in plan.params if math.prod(p.shape) >= 128
@@ -407,9 +415,15 @@ def check_shards(row: Row, state: Any) -> None:
     kinds = set()
     for leaf, value in zip(plan.leaves, jax.tree.leaves(state), strict=True):
         follows = any(leaf.path.endswith(f"/{p}") and leaf.shape == large[p] for p in large)
-        if follows and leaf.kind in cut and not leaf.frozen and row.shapes != "whole":
+        if (
+            follows
+            and leaf.kind in ("params", "opt_state")
+            and not leaf.frozen
+            and row.shapes != "whole"
+        ):
             pieces = value.size / value.addressable_shards[0].data.size
-            assert pieces == cut[leaf.kind], f"{leaf.path} is in {pieces} parts"
+            wanted = parts(leaf.kind, experts if "experts" in leaf.path else set())
+            assert pieces == wanted, f"{leaf.path} is in {pieces} parts"
             kinds.add(leaf.kind)
     assert "params" in kinds or row.shapes == "whole"
 

@@ -17,6 +17,7 @@ import pathlib
 import random
 import re
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 # -- a row
@@ -31,6 +32,7 @@ class Row:
     shapes: str = "even"
     layout: str = "data=3"
     sequence: str = ""  # split over the axis of the fast links, or of the slow ones
+    experts: str = ""  # apart over the axis of the fast links, or of the slow ones
     stage: int = 3
     optimizer: str = "adamw"
     precision: str = ""
@@ -72,8 +74,16 @@ class Row:
     @property
     def tokens(self) -> str | None:
         """The axis that splits sequences. The others split rows."""
+        return self._axis(self.sequence)
+
+    @property
+    def apart(self) -> str | None:
+        """The axis over which experts are apart. It splits rows, too."""
+        return self._axis(self.experts)
+
+    def _axis(self, where: str) -> str | None:
         slowest, *_, fastest = [*self.sizes] * 2
-        return {"": None, "far": slowest, "near": fastest}[self.sequence]
+        return {"": None, "far": slowest, "near": fastest}[where]
 
     @property
     def parts(self) -> int:
@@ -103,7 +113,8 @@ MASTERS, SPLIT = f"{NARROW} master=float32", f"{NARROW} master=split"
 SEVEN = f"{SPLIT} moments=int8"
 BOTH = ("opt_state", "params")
 
-FACTORS: dict[str, tuple[Any, ...]] = {
+Factors = dict[str, tuple[Any, ...]]  # the levels of each feature
+FACTORS: Factors = {
     "model": ("gpt", "linen", "mlp", "convnet", "nnx", "equinox"),
     "remat": (False, True),
     "shapes": ("even", "padded", "whole"),  # which devices divide; or do not, with pad=False
@@ -136,6 +147,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "skip": (False, True),
     "source": ("arrays", "function", "saved flat", "saved in groups"),
 }
+# Of these rows, each has experts apart, and a pair of that with each other level.
+APART = FACTORS | {"model": ("mixture",), "experts": ("near", "far")}
 LOOPLESS, SEVERAL = ("mlp", "convnet"), (2, 4)
 
 
@@ -176,6 +189,25 @@ REFUSED = (
         {"codes": ("reduce=int8", INT4), "layout": (REPLICATED,)},
         r"reduce=.*quantizes gradients sent between nodes, and groups= shards nothing over "
         r"\('node',\)",
+    ),
+)
+REFUSED += (
+    Refusal(
+        {"experts": ("near", "far"), "model": FACTORS["model"]},
+        r"experts= has the path pattern 'experts', which matches no parameter",
+    ),
+    Refusal(
+        {"experts": ("near", "far"), "shapes": ("whole",), "model": ("mixture",)},
+        r"experts= splits the 11 experts of .* which do not divide them",
+    ),
+    *(
+        Refusal({"experts": a, "sequence": b, **where, "model": ("mixture",)}, r"the same axis")
+        for a, b, where in (
+            (("near",), ("near",), {}),
+            (("far",), ("far",), {}),
+            (("near",), ("far",), {"layout": ("data=3", "data=8")}),
+            (("far",), ("near",), {"layout": ("data=3", "data=8")}),
+        )
     ),
 )
 
@@ -271,15 +303,27 @@ def wanted() -> dict[Group, None]:
     return dict.fromkeys(group for group in groups if not refusal_of(dict(group)))
 
 
-def _completed(levels: Levels, left: dict[Group, None], rng: random.Random) -> Levels | None:
+def wanted_apart() -> dict[Group, None]:
+    """What rows with experts apart are to have: that on each axis, with each other level."""
+    every = [(name, level) for name, levels in APART.items() for level in levels]
+    sides = [("experts", level) for level in APART["experts"]]
+    groups = [frozenset({side, other}) for side in sides for other in every]
+    is_some = lambda group: len(group) == 2 and len(dict(group)) == 2
+    mixture = {"model": "mixture"}
+    return dict.fromkeys(g for g in groups if is_some(g) and not refusal_of(mixture | dict(g)))
+
+
+def _completed(
+    levels: Levels, left: dict[Group, None], rng: random.Random, factors: Factors = FACTORS
+) -> Levels | None:
     """A row that begins with these levels; each of the others adds the most pairs that are left."""
 
     def gained(name: str, level: Any) -> int:
         return sum(frozenset({(name, level), item}) in left for item in levels.items())
 
     # Those of many levels first, in about that order.
-    for name in sorted(FACTORS, key=lambda name: 3 * rng.random() - len(FACTORS[name])):
-        among = [level for level in FACTORS[name] if not refusal_of(levels | {name: level})]
+    for name in sorted(factors, key=lambda name: 3 * rng.random() - len(factors[name])):
+        among = [level for level in factors[name] if not refusal_of(levels | {name: level})]
         if name not in PLAIN:
             rng.shuffle(among)
         if name not in levels:
@@ -299,20 +343,25 @@ def _hardest(left: dict[Group, None]) -> Levels:
 def rows() -> tuple[Row, ...]:
     """By a greedy search: of some completions of a start, the one that has most of what is left.
     What has failed together starts a row with as much else of that as it can have."""
-    rng, found, left, starts = random.Random(5), [], wanted(), list(TOGETHER)
+    return *_rows(FACTORS, wanted(), TOGETHER), *_rows(APART, wanted_apart())
+
+
+def _rows(
+    factors: Factors, left: dict[Group, None], starts: Iterable[Levels] = ()
+) -> Iterator[Row]:
+    rng, starts = random.Random(5), list(starts)
     while starts or left:
         start = starts.pop(0) if starts else _hardest(left)
         for other in [*starts]:
             both = start | other
-            if start.items() <= both.items() and _completed(both, left, rng):
+            if start.items() <= both.items() and _completed(both, left, rng, factors):
                 start = both
                 starts.remove(other)
-        tried = filter(None, [_completed(start, left, rng) for _ in range(TRIES)])
+        tried = filter(None, [_completed(start, left, rng, factors) for _ in range(TRIES)])
         best = max(tried, key=lambda levels: len(groups_of(levels) & left.keys()))
-        found.append(Row(**best))
+        yield Row(**best)
         for group in groups_of(best):
             left.pop(group, None)
-    return tuple(found)
 
 
 @functools.cache
@@ -366,6 +415,8 @@ def walk(seed: int, number: int) -> Row:
     if rng.random() < 0.1:  # a second program; a row takes two or three steps
         levels["replayed"] = rng.choice((1, 2))
     levels["explicit"] = rng.random() < 0.15
+    if rng.random() < 0.2:
+        levels |= {"model": "mixture", "experts": rng.choice(APART["experts"])}
     return Row(**levels)
 
 
@@ -379,7 +430,7 @@ def main(which: str = "") -> None:
             f"there is no row {which!r}: pass one of 0 to {len(rows()) - 1}, or SEED-NUMBER for a "
             "row of `make fuzz`"
         )
-    left = wanted()
+    left = wanted() | wanted_apart()
     pairs = sum(len(group) == 2 for group in left)
     for number, row in enumerate(rows()):
         first = groups_of(dataclasses.asdict(row)) & left.keys()

@@ -171,6 +171,47 @@ def gpt(sizes: Sizes, chunked: bool = False) -> Subject:
     return Subject(params, stats, apply, some_tokens)
 
 
+EXPERTS = {48: 12, 37: 11}  # by the size of a layer: over 8 devices, some have fewer, or none
+
+
+def mixture(sizes: Sizes) -> Subject:
+    """A loop over stacked layers with experts. Tokens choose them by their numbers: rounding turns
+    no choice. None is dropped, so that all tokens of a batch are as those of one device."""
+    dim, hidden, vocab = sizes
+    experts, rng = EXPERTS[dim], np.random.default_rng(3)
+    blocks = {
+        "norm": np.ones((LAYERS, dim), np.float32),
+        "router": normal(rng, LAYERS, dim, experts),
+        "experts": {
+            "up": normal(rng, LAYERS, experts, dim, hidden),
+            "down": normal(rng, LAYERS, experts, hidden, dim),
+        },
+    }
+    params = {"embed": normal(rng, vocab, dim), "blocks": blocks}
+
+    def layer(rate, tokens, x, scanned):
+        p, mean, key, turn = scanned
+        h = norm(centred(x, mean), p["norm"])
+        h = h + attended(h, h)
+        rows, number = h.reshape(-1, dim), ((3 * tokens + turn) % experts).reshape(-1)
+        share = jax.nn.sigmoid(jnp.take_along_axis(rows @ p["router"], number[:, None], 1))
+        order, counts = number.argsort(), jnp.bincount(number, length=experts)
+        up = jnp.tanh(jax.lax.ragged_dot(rows[order], p["experts"]["up"], counts))
+        down = jax.lax.ragged_dot(dropout(up, key, rate), p["experts"]["down"], counts)
+        return x + (share * down[order.argsort()]).reshape(x.shape), averaged(mean, x)
+
+    def apply(params, stats, tokens, key, rate, wrap):
+        x = params["embed"][tokens] * dim**0.5
+        keys = None if key is None else jax.random.split(key, LAYERS)
+        scanned = (params["blocks"], stats["mean"], keys, jnp.arange(LAYERS))
+        x, means = jax.lax.scan(wrap(functools.partial(layer, rate, tokens)), x, scanned)
+        logits = x @ params["embed"].T
+        new = {"mean": means, "seen": stats["seen"] + 1}
+        return next_token(logits, tokens), new, scale_of(logits)
+
+    return Subject(params, zeros(LAYERS, dim), apply, some_tokens)
+
+
 # -- Flax linen
 
 
@@ -361,6 +402,7 @@ def equinox_model(sizes: Sizes) -> Subject:
 MODELS = {
     "gpt": gpt,
     "chunks": functools.partial(gpt, chunked=True),
+    "mixture": mixture,
     "mlp": mlp,
     "linen": transformer,
     "convnet": convnet,
