@@ -121,7 +121,8 @@ def test_rows_without_an_expert():
         """The last 5 rows of a device belong to no group: a `ragged_dot` makes zeros of them."""
         rows, p = x.reshape(-1, DIM), params["experts"]
         sizes = jnp.array([3, 0, 2, 4, 0, 1, 8, 1])
-        hidden = jax.lax.ragged_dot(rows, p["up"], sizes) + 1
+        bias = 1 + jnp.tile(params["router"][0], HIDDEN // EXPERTS)  # of which free seats learn not
+        hidden = jax.lax.ragged_dot(rows, p["up"], sizes) + bias
         return (
             jax.lax.ragged_dot(jnp.sin(hidden), p["down"], sizes).reshape(x.shape) + hidden.mean()
         )
@@ -161,6 +162,34 @@ def test_derivatives_of_rows_are_not_summed():
         ),
         batch(),
     )
+
+
+def test_sums_over_experts_return_as_sums():
+    def mixture(params, x):
+        p, shares = params["experts"], jax.nn.softmax(x @ params["router"])
+        hidden = jax.nn.silu(jnp.einsum("gsd,edf->gsef", x, p["up"])) * shares[..., None]
+        return jnp.sin(jnp.einsum("gsef,efd->gsd", hidden, p["down"]))
+
+    step, _ = compare(loss_of(mixture), batch())
+    assert "of rows for their experts" in str(step) and "gathered for" not in str(step)
+
+
+def test_what_a_loop_carries_are_rows_though_it_begins_with_zeros():
+    def loss(params, x):
+        turn = lambda total, row: (jnp.sin(row + seated(params, total)), None)
+        return jnp.mean(jax.lax.scan(turn, jnp.zeros_like(x[:1]), x[:, None])[0] ** 2)
+
+    step, _ = compare(loss, batch(24))
+    assert "of rows for their experts" in str(step) and "gathered for" not in str(step)
+
+
+def test_each_layer_that_repeats_counts():
+    def twice(params, x):
+        number = jnp.zeros(x.shape[:2], int)
+        return sorted_rows(params, sorted_rows(params, x, number), number)
+
+    _, metrics = compare(loss_of(twice), batch(16))
+    assert (metrics["expert_load"], metrics["expert_overflows"]) == (4, 2)
 
 
 def test_a_loss_may_speak_over_the_axis():

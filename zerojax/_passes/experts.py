@@ -158,7 +158,7 @@ class Keeper(BlockRunner):
                 if (results := self.joined(eqn, operands)) is not None:
                     return results
                 operands = [self.returned(v, eqn) for v in operands]
-            if name not in DESCENDED or (name == "scan" and _scans_experts(operands)):
+            if name not in DESCENDED or (name == "scan" and _scans_experts(eqn, operands)):
                 operands = [self.gathered(v, eqn) for v in operands]
             if name in self.control and not any(map(self.natural, operands)):
                 return self.whole(eqn, operands)
@@ -261,7 +261,7 @@ class Keeper(BlockRunner):
         if name == "dot_general":
             return _for_matmul(eqn, places, is_start)
         if name == "scan":
-            return places if _scans_experts(operands) else None
+            return places if _scans_experts(eqn, operands) else None
         if is_start or name in (*_compat.REMAT, *_compat.CALLS, "while", "cond"):
             return None
         shapes = {v.shape: at for v, at in zip(operands, places, strict=True) if at}
@@ -278,8 +278,9 @@ def _is_plain(at: Blocks | None) -> bool:
     return at is None or at.is_plain
 
 
-def _scans_experts(operands: Sequence[Tracked]) -> bool:
-    return any(v.at and v.at.dim == 0 for v in operands)
+def _scans_experts(eqn: JaxprEqn, operands: Sequence[Tracked]) -> bool:
+    rows = operands[sum(_compat.scan_counts(eqn.params)) :]
+    return any(v.at and v.at.dim == 0 for v in rows)
 
 
 def _for_matmul(eqn: JaxprEqn, places: Layouts, is_start: bool) -> Layouts | None:
