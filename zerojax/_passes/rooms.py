@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ class Seats(NamedTuple):
 class Rooms(Trip):
     """A trip of rows that are sorted by expert."""
 
-    def __init__(self, keeper: Any, sizes: Tracked, rows: Tracked) -> None:
+    def __init__(self, keeper: PyTree, sizes: Tracked, rows: Tracked) -> None:
         super().__init__(keeper)
         self.key, self.rows, size = sizes, rows.shape[0], keeper.axis.size
         self.experts = keeper.axis.block(sizes.shape[0])
