@@ -320,7 +320,8 @@ def shown_as_on_one_device(row: Row, state: Any, wanted: End) -> End:
         assert row.optimizer == "frozen" or masters.keys() == params.keys()
         for name, exact in params.items():
             # XLA may compute a master twice, in two fusions that do not round its last bit alike.
-            ends = [(exact * (1 + off)).astype(stored[name].dtype) for off in (-1e-6, 1e-6)]
+            off = 1e-6 * np.abs(exact) + 1e-9
+            ends = [(exact + sign * off).astype(stored[name].dtype) for sign in (-1, 1)]
             nearest = np.clip(stored[name], np.minimum(*ends), np.maximum(*ends))
             np.testing.assert_array_equal(stored[name], nearest, name)
     stats = state.variables["values"] if row.model == "nnx" else getattr(state, "stats", None)
