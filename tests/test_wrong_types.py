@@ -49,7 +49,7 @@ def values(tmp_path_factory):
     right |= {"plan": state.tx.plan, "tree": state.params, "shapes": BATCH, "batch": BATCH}
     right |= {"loss_fn": loss, "make_state": made, "step": STEP, "tx": optax.sgd(0.1)}
     right |= {"values": BATCH, "where": BATCH > 0, "rows": 16, "steps": 3, "seconds": 1e6}
-    right |= {"every": 100}
+    right |= {"every": 100, "axis": "expert", "pattern": "experts"}
     right |= {"gpu": "H100", "gpus": "8xH100", "models": "124m", "train": lambda: 1}
     right |= {"body": lambda carry, x: (carry, x), "init": 1.0, "xs": jnp.ones(3)}
     return right, there

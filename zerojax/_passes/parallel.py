@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from zerojax._jaxprs import ELEMENTWISE, primitives, type_of
@@ -57,12 +58,7 @@ def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:
             pairs = enumerate(zip(shapes[0], shapes[1], strict=True))
             maps[0] = maps[1] = {d: d for d, (old, new) in pairs if old == new}
         case "dot_general":
-            (cx, cy), (bx, by) = params["dimension_numbers"]
-            free = [d for d in range(ranks[0]) if d not in (*cx, *bx)]
-            maps[0] = {d: i for i, d in enumerate([*bx, *free])}
-            others = [d for d in range(ranks[1]) if d not in (*cy, *by)]
-            maps[1] = {d: i for i, d in enumerate(by)}
-            maps[1] |= {d: ranks[0] - len(cx) + i for i, d in enumerate(others)}
+            return _of_matmul(params["dimension_numbers"], ranks)
         case "conv_general_dilated" if params["batch_group_count"] == 1:
             lhs, _, spec = params["dimension_numbers"]
             maps[0] = {lhs[0]: spec[0]}
@@ -84,6 +80,15 @@ def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:
         case _:
             pass
     return maps
+
+
+def _of_matmul(numbers: lax.DotDimensionNumbers, ranks: Sequence[int]) -> list[dict[int, int]]:
+    (cx, cy), (bx, by) = numbers
+    free = [d for d in range(ranks[0]) if d not in (*cx, *bx)]
+    others = [d for d in range(ranks[1]) if d not in (*cy, *by)]
+    after = range(ranks[0] - len(cx), ranks[0] - len(cx) + len(others))
+    left = {d: i for i, d in enumerate([*bx, *free])}
+    return [left, {d: i for i, d in enumerate(by)} | dict(zip(others, after, strict=True))]
 
 
 # The parameter that names the dimensions which an operation mixes.
