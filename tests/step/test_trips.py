@@ -174,12 +174,22 @@ def test_sums_over_experts_return_as_sums():
     assert "of rows for their experts" in str(step) and "gathered for" not in str(step)
 
 
-def test_what_a_loop_carries_are_rows_though_it_begins_with_zeros():
+def test_what_a_loop_carries_are_rows_beside_experts_that_it_reads():
     def loss(params, x):
         turn = lambda total, row: (jnp.sin(row + seated(params, total)), None)
         return jnp.mean(jax.lax.scan(turn, jnp.zeros_like(x[:1]), x[:, None])[0] ** 2)
 
     step, _ = compare(loss, batch(24))
+    assert "of rows for their experts" in str(step) and "gathered for" not in str(step)
+
+
+def test_what_layers_pass_on_are_rows_though_these_begin_with_zeros():
+    def loss(params, x):
+        layer = lambda total, p: (jnp.sin(x + seated(p, total)), None)
+        return jnp.mean(jax.lax.scan(layer, jnp.zeros_like(x), params)[0] ** 2)
+
+    params = jax.tree.map(lambda w: jnp.stack([w, w / 2]), make_params())
+    step, _ = compare(loss, batch(), params)
     assert "of rows for their experts" in str(step) and "gathered for" not in str(step)
 
 
