@@ -163,8 +163,15 @@ class Keeper(BlockRunner):
             if name in self.control and not any(map(self.natural, operands)):
                 return self.whole(eqn, operands)
         self.callers_of.append((eqn, operands))
+        sent, before = self.regions[-1].sent, len(self.regions[-1].sent)
         results = super().results(eqn, operands)
         self.callers_of.pop()
+        gathers = any(each.what == OTHERS for each in sent[before:])
+        fixed = _compat.scan_counts(eqn.params)[0] if name == "scan" else 0
+        if gathers and any(map(self.natural, operands[:fixed])):  # each turn would
+            del sent[before:]
+            once = [self.gathered(v, eqn) for v in operands[:fixed]]
+            return self.results(eqn, [*once, *operands[fixed:]])
         results, loads = results[: len(eqn.outvars)], results[len(eqn.outvars) :]
         if loads:
             worst = _worst(jnp.stack([jnp.asarray(v.array) for v in loads]))

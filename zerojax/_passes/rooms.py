@@ -119,10 +119,13 @@ class Rooms(Trip):
             return [self.back(x, seats) for x in self.ran_all(here, outputs)]
 
         with self.keeper.sending(ROWS, eqn, self.nbytes(leaves, outputs)):
-            load, inputs = self.load(sizes), [sizes, *rows]
+            sizes = lax.all_gather(self.sizes_of(sizes), self.axis.name)
+            # Rows travel after sizes on all devices: in any order, those of CPUs may wait for each
+            # other for ever.
+            inputs = lax.optimization_barrier([sizes, *rows])
             jaxpr, fixed = unclosed(jax.make_jaxpr(in_round)(jnp.int32(0), *inputs))
             first = _compat.run_jaxpr(jaxpr, [jnp.int32(0), *inputs, *fixed])
-            count = -(-self.rows // self.room)
+            count, load = -(-self.rows // self.room), jnp.max(jnp.sum(sizes, 2))
             outs = _with_rest(jaxpr, count, load > self.room, first, [*inputs, *fixed])
         share = load * self.axis.size / self.rows
         return outs, [jnp.stack([share, load > self.room])]
@@ -133,19 +136,16 @@ class Rooms(Trip):
 
     # -- which row goes where
 
-    def counts(self, sizes: Array) -> tuple[Array, Array]:
-        """Returns how many rows there are for each device's experts, and for each device. The last
-        one takes those that have no expert."""
+    def sizes_of(self, sizes: Array) -> Array:
+        """Returns how many rows there are for each expert of each device, and at last for none of
+        them: the last device takes these."""
         more = self.experts * self.axis.size - sizes.shape[0]
         each = jnp.pad(sizes.astype(jnp.int32), (0, more)).reshape(self.axis.size, -1)
-        return each, each.sum(1).at[-1].add(self.rows - each.sum())
-
-    def load(self, sizes: Array) -> Array:
-        """Returns the most rows that a device has for another."""
-        return lax.pmax(jnp.max(self.counts(sizes)[1]), self.axis.name)
+        return jnp.pad(each, ((0, 0), (0, 1))).at[-1, -1].add(self.rows - each.sum())
 
     def seats(self, sizes: Array, number: Array) -> Seats:
-        each, counts = self.counts(sizes)
+        """Returns where rows go, given the sizes of all devices for all."""
+        counts = sizes[self.axis.index].sum(1)
         ends, first = jnp.cumsum(counts), number * self.room
         device, seat = jnp.divmod(jnp.arange(self.axis.size * self.room), self.room)
         is_taken = first + seat < counts[device]
@@ -156,9 +156,9 @@ class Rooms(Trip):
         travels = (rank >= 0) & (rank < self.room)
         own_seat = device * self.room + jnp.clip(rank, 0, self.room - 1)
 
-        last = jnp.clip(jnp.cumsum(each, 1) - first, 0, self.room)
-        theirs = lax.all_to_all(last, self.axis.name, 0, 0, tiled=True)
-        expert = jax.vmap(_group_of, (None, 0))(jnp.arange(self.room), theirs).reshape(-1)
+        last = jnp.clip(jnp.cumsum(sizes[:, self.axis.index], 1) - first, 0, self.room)
+        expert = jax.vmap(_group_of, (None, 0))(jnp.arange(self.room), last).reshape(-1)
+        expert = jnp.minimum(expert, self.experts)
         if self.experts == 1:
             order = jnp.arange(len(expert))
             return Seats(row, is_taken, own_seat, travels, order, order >= 0, order, expert)

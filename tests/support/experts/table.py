@@ -16,7 +16,7 @@ from tests.support.sequences import table as _t
 from tests.support.sequences.table import DIM, VOCAB, filled, next_token_loss, norm, weights
 
 # 2 rows of 12 tokens for each of 8 devices. Of 7 devices, each has 2 of 8 experts, padded.
-ROWS, TOKENS, HIDDEN, EXPERTS, LAYERS = 16, 12, 20, 8, 2
+ROWS, TOKENS, HIDDEN, EXPERTS, LAYERS = 16, 12, 44, 8, 2
 KEPT = "kept"  # rows travel to all experts
 
 
