@@ -24,6 +24,7 @@ from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._jaxprs import type_of
+from zerojax._kernel.body import mark, wait
 from zerojax._passes.block_runner import (
     OTHERS,
     TOTALS,
@@ -108,6 +109,7 @@ class Keeper(BlockRunner):
         self.open = [dict[Tracked | None, Trip]()]  # in this scope of JAX's and those around it
         self.callers_of = list[tuple[JaxprEqn, Sequence[Tracked]]]()
         self.loads = [list[Tracked]()]  # of each jaxpr that runs
+        self.last: list[Array | None] = [None]  # a mark of the last trip, in this scope
 
     def run(
         self,
@@ -131,11 +133,13 @@ class Keeper(BlockRunner):
     @contextlib.contextmanager
     def scope(self, times: int = 1) -> Generator[None]:
         self.open.append({})
+        self.last.append(None)
         try:
             with super().scope(times):
                 yield
         finally:
             self.open.pop()
+            self.last.pop()
 
     def check_axes(self, eqn: JaxprEqn) -> None:
         """A loss may speak over the axis: its devices have rows of their own."""
@@ -160,6 +164,9 @@ class Keeper(BlockRunner):
                 operands = [self.returned(v, eqn) for v in operands]
             if name not in DESCENDED or (name == "scan" and _scans_experts(eqn, operands)):
                 operands = [self.gathered(v, eqn) for v in operands]
+            if name in _compat.CALLS:  # of our own: on CPUs, its sum might run during a trip of another device
+                arrays = [wait(self.array(v, None, eqn), self.last[-1]) for v in operands]
+                operands = [Tracked(jnp.shape(x), x) for x in arrays]
             if name in self.control and not any(map(self.natural, operands)):
                 return self.whole(eqn, operands)
         self.callers_of.append((eqn, operands))
@@ -173,6 +180,8 @@ class Keeper(BlockRunner):
             once = [self.gathered(v, eqn) for v in operands[:fixed]]
             return self.results(eqn, [*once, *operands[fixed:]])
         results, loads = results[: len(eqn.outvars)], results[len(eqn.outvars) :]
+        if name in self.control and not is_same:
+            self.last[-1] = mark([x for v in results if (x := v.array) is not None])
         if loads:
             worst = _worst(jnp.stack([jnp.asarray(v.array) for v in loads]))
             self.loads[-1].append(Tracked(worst.shape, worst))
@@ -213,6 +222,7 @@ class Keeper(BlockRunner):
             else:
                 arrays, loads = trip.run(ends, eqn)
                 self.loads[-1] += [Tracked(x.shape, x) for x in loads]
+                self.last[-1] = mark(arrays)
             for end, array in zip(ends, arrays, strict=True):
                 self.home[end] = Tracked(end.shape, array)
             self.open[-1] = {k: other for k, other in self.open[-1].items() if other is not trip}

@@ -36,12 +36,12 @@ def rewritten(
         dims = [role.tokens for role in microbatches.roles]
         split = how.axis, blocks, dims, have_rows, how.most_gathered
         passes.append(lambda loss: split_sequences(loss, *split))
-    if (who := plan.experts) and (size := plan.mesh.shape[who.axis]) > 1:
-        apart = [leaf.experts for leaf in plan.params]
-        passes.append(lambda loss: keep_experts(loss, who.axis, size, apart, who.room))
     # Before layers are rolled up: that leaves no call of a mean, and puts some into loops.
     if options.accumulate > 1 and has_counts(loss):
         passes.append(with_counts_first)
+    if (who := plan.experts) and (size := plan.mesh.shape[who.axis]) > 1:
+        apart = [leaf.experts for leaf in plan.params]
+        passes.append(lambda loss: keep_experts(loss, who.axis, size, apart, who.room))
     if may_roll(loss, schedule.roll, is_sharded):
         passes.append(lambda loss: roll(loss, codecs, schedule.roll, is_sharded))
     if options.is_layered:
