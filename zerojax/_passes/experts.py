@@ -17,14 +17,13 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._jaxprs import type_of
-from zerojax._kernel.body import mark, wait
 from zerojax._passes.block_runner import (
     OTHERS,
     TOTALS,
@@ -109,7 +108,7 @@ class Keeper(BlockRunner):
         self.open = [dict[Tracked | None, Trip]()]  # in this scope of JAX's and those around it
         self.callers_of = list[tuple[JaxprEqn, Sequence[Tracked]]]()
         self.loads = [list[Tracked]()]  # of each jaxpr that runs
-        self.last: list[Array | None] = [None]  # a mark of the last trip, in this scope
+        self.last: list[Array | None] = [None]  # of the results of a trip, in this scope
 
     def run(
         self,
@@ -164,8 +163,10 @@ class Keeper(BlockRunner):
                 operands = [self.returned(v, eqn) for v in operands]
             if name not in DESCENDED or (name == "scan" and _scans_experts(eqn, operands)):
                 operands = [self.gathered(v, eqn) for v in operands]
-            if name in _compat.CALLS:  # of our own: on CPUs, its sum might run during a trip of another device
-                arrays = [wait(self.array(v, None, eqn), self.last[-1]) for v in operands]
+            if (
+                name in _compat.CALLS
+            ):  # of our own: on CPUs, its sum might run during a trip of another device
+                arrays = [_after(self.array(v, None, eqn), self.last[-1]) for v in operands]
                 operands = [Tracked(jnp.shape(x), x) for x in arrays]
             if name in self.control and not any(map(self.natural, operands)):
                 return self.whole(eqn, operands)
@@ -181,13 +182,18 @@ class Keeper(BlockRunner):
             return self.results(eqn, [*once, *operands[fixed:]])
         results, loads = results[: len(eqn.outvars)], results[len(eqn.outvars) :]
         if name in self.control and not is_same:
-            self.last[-1] = mark([x for v in results if (x := v.array) is not None])
+            self.follow([v.array for v in results])
         if loads:
             worst = _worst(jnp.stack([jnp.asarray(v.array) for v in loads]))
             self.loads[-1].append(Tracked(worst.shape, worst))
         if is_same:
             self.same.update(results)
         return results
+
+    def follow(self, results: Sequence[Array | None]) -> None:
+        """Has the sums of means wait for these results."""
+        reals = (x for x in results if x is not None and jnp.issubdtype(x.dtype, jnp.floating))
+        self.last[-1] = next((x for x in reals if x.size), self.last[-1])
 
     def whole(self, eqn: JaxprEqn, operands: Sequence[Tracked]) -> list[Tracked]:
         """Runs an equation as it is."""
@@ -222,7 +228,7 @@ class Keeper(BlockRunner):
             else:
                 arrays, loads = trip.run(ends, eqn)
                 self.loads[-1] += [Tracked(x.shape, x) for x in loads]
-                self.last[-1] = mark(arrays)
+                self.follow(arrays)
             for end, array in zip(ends, arrays, strict=True):
                 self.home[end] = Tracked(end.shape, array)
             self.open[-1] = {k: other for k, other in self.open[-1].items() if other is not trip}
@@ -289,6 +295,15 @@ class Keeper(BlockRunner):
             return places
         before = self.before(eqn, out)
         return before and [at or new for at, new in zip(places, before, strict=True)]
+
+
+def _after(value: Array, last: Array | None) -> Array:
+    """Returns a value that depends on another one, in a way that XLA does not see through."""
+    if last is None:
+        return value
+    first = last[(0,) * last.ndim]
+    bits = lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * last.dtype.itemsize}"))
+    return jnp.where(lax.population_count(bits) > 64, jnp.zeros_like(value), value)
 
 
 def _is_plain(at: Blocks | None) -> bool:
