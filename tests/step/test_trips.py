@@ -212,6 +212,35 @@ def test_a_loss_may_speak_over_the_axis():
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
 
 
+def balanced(params, batch, share=None):
+    """Adds the share of tokens of each expert times its mean probability."""
+    shares = jax.nn.softmax(batch["x"] @ params["router"])
+    mean = jnp.vectorize(zerojax.mean)
+    chosen = jax.nn.one_hot(shares.argmax(-1), EXPERTS).mean((0, 1))
+    share = mean(chosen) if share is None else share
+    balance = EXPERTS * (share * mean(shares.mean((0, 1)))).sum()
+    return loss_of(sorted_rows)(params, batch["x"]) + balance
+
+
+def test_a_balancing_loss_of_microbatches():
+    x, params = batch(16), make_params()
+    chosen = jax.nn.one_hot(jax.nn.softmax(x @ params["router"]).argmax(-1), EXPERTS)
+    share = chosen.mean((0, 1))
+    rows = {"x": x, "share": np.tile(share, (16, 1))}
+    step = zerojax.train_step(balanced, accumulate=2)
+    with pytest.raises(
+        ValueError, match=r"A loss that balances experts may leave zerojax\.mean out"
+    ):
+        step(state_of(params, **APART), rows)
+    constant = lambda params, batch: balanced(params, batch, batch["share"][0])
+    whole, metrics = zerojax.train_step(balanced)(state_of(params, **APART), rows)
+    state, parts = zerojax.train_step(constant, accumulate=2)(state_of(params, **APART), rows)
+    np.testing.assert_allclose(parts["loss"], metrics["loss"], rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, whole.params
+    )
+
+
 @pytest.mark.parametrize("mixture", [seated, sorted_rows])
 def test_sequences_beside_experts(mixture):
     def loss(params, x):
