@@ -34,7 +34,7 @@ def batch(rows: int = 8) -> Any:
     return np.asarray(jax.random.normal(jax.random.key(1), (rows, TOKENS, DIM)))
 
 
-def seated(params: Any, x: Any) -> Any:
+def seated(params: Any, x: Any, combined: Any = lambda sits: sits) -> Any:
     """Each expert has 4 seats for a row's tokens."""
     p, shares = params["experts"], jax.nn.softmax(x @ params["router"])
     chosen = jax.nn.one_hot(shares.argmax(-1), EXPERTS)
@@ -43,7 +43,8 @@ def seated(params: Any, x: Any) -> Any:
     inputs = jnp.einsum("gsec,gsd->gecd", sits, x)
     hidden = jax.nn.silu(jnp.einsum("gecd,edf->gecf", inputs, p["gate"]))
     hidden *= jnp.einsum("gecd,edf->gecf", inputs, p["up"])
-    return jnp.einsum("gsec,gecd->gsd", sits, jnp.einsum("gecf,efd->gecd", hidden, p["down"]))
+    outputs = jnp.einsum("gecf,efd->gecd", hidden, p["down"])
+    return jnp.einsum("gsec,gecd->gsd", combined(sits), outputs)
 
 
 def sorted_rows(params: Any, x: Any, number: Any = None) -> Any:
@@ -92,6 +93,11 @@ def test_slots_travel_once_there_and_once_back():
     assert rows == [("all-to-all", ("expert",), slots)] * 3
     step, _ = compare(loss_of(seated), batch())
     assert "expert: each device receives 3.0 KiB of rows for their experts in forward" in str(step)
+
+
+def test_results_return_where_sums_of_them_are_more_bytes():
+    rows = sent(loss_of(lambda params, x: seated(params, x, lambda sits: sits.cumsum(1))), batch())
+    assert {kind for kind, *_ in rows} == {"all-to-all"}
 
 
 @pytest.mark.parametrize("share", [1.0, 1.25, 4.0])
