@@ -184,8 +184,9 @@ def files(page):
 
 @functools.cache
 def known_options():
-    # Three of Flax's, a field of a user's state, two of JAX's, an axis of a mesh
+    # Three of Flax's, a field of a user's state, two of JAX's, axes of a mesh
     known = {"axis_name", "initial_carry", "wrt", "batch_stats", "policy", "implementation", "node"}
+    known |= {"expert"}
     modules = (zerojax, zerojax.aot, zerojax.checkpoint, zerojax.manual, zerojax.run, zerojax.tools)
     values = [getattr(module, name) for module in modules for name in dir(module)]
     for value in (one for one in values if getattr(one, "__module__", "").startswith("zerojax")):

@@ -152,9 +152,12 @@ def step_on(batch, written=None, **options):
         (lambda: placed({"data": 8}), r"mesh=zerojax.mesh\(data=-1, sequence=2\)"),
         (
             lambda: placed(axis=("data", "sequence")),
-            r"axis=\('data', 'sequence'\) splits rows over it. Leave it out of axis=",
+            r"axis=\('data', 'sequence'\) name the same axis. Leave it out of axis=",
         ),
-        (lambda: placed(sequence="data", axis="data"), r"'data' splits sequences, and axis='data'"),
+        (
+            lambda: placed(sequence="data", axis="data"),
+            r"sequence='data' and axis='data' name the same",
+        ),
         (lambda: placed(sequence=4), r"sequence=4 must name one axis.*zerojax.mesh\(data=2, seq"),
         (lambda: placed(sequence=("sequence",)), r"\('sequence',\) must name one axis"),
         (lambda: Sequences(("a", "b")), r"axis=\('a', 'b'\)\) must name one axis of the mesh"),
