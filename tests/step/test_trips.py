@@ -208,6 +208,77 @@ def test_each_layer_that_repeats_counts():
     assert (metrics["expert_load"], metrics["expert_overflows"]) == (4, 2)
 
 
+@jax.custom_vjp
+def scaled_tanh(x, scale):
+    return jnp.tanh(x) * scale
+
+
+scaled_tanh.defvjp(
+    lambda x, scale: (jnp.tanh(x) * scale, (jnp.tanh(x), scale)),
+    lambda kept, grad: (grad * kept[1] * (1 - kept[0] ** 2), (grad * kept[0]).sum(0)),
+)
+
+
+def in_rooms(change: Any) -> Any:
+    """`change(hidden, x, params)` is between two `ragged_dot`."""
+
+    def mixture(params, x):
+        p, rows = params["experts"], x.reshape(-1, DIM)
+        number = (rows @ params["router"]).argmax(-1)
+        order, sizes = number.argsort(), jnp.bincount(number, length=EXPERTS)
+        hidden = jax.lax.ragged_dot(rows[order] + params["router"][:, 0], p["up"], sizes)
+        hidden = change(hidden, x, params).reshape(-1, HIDDEN)
+        return jax.lax.ragged_dot(hidden, p["down"], sizes)[order.argsort()].reshape(x.shape)
+
+    return mixture
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h, x, p: scaled_tanh(h, jnp.tile(p["router"][0], HIDDEN // EXPERTS)),
+        lambda h, x, p: h / jnp.abs(x).max(),
+        lambda h, x, p: jnp.sin(h.reshape(len(h) // 2, 2, HIDDEN)),
+        lambda h, x, p: h @ (h.T @ h) / 100,
+        lambda h, x, p: h / jnp.linalg.norm(h, axis=-1, keepdims=True),
+    ],
+    ids=["own derivative", "own number", "pairs of rows", "all rows", "no derivative at 0"],
+)
+def test_what_rooms_can_not_run_returns_first(change):
+    compare(loss_of(in_rooms(change)), batch(16))
+
+
+def test_devices_whose_rows_decide_have_all_experts():
+    def loss(params, x):
+        """Some devices apply the experts, and some do not."""
+        return jnp.mean(jax.lax.cond(x[0, 0, 0] > 0, lambda: x + seated(params, x), lambda: x) ** 2)
+
+    step, _ = compare(loss, batch())
+    assert re.search(r"experts, gathered for cond \(\S*test_trips.py", str(step))
+
+
+def test_rules_of_other_parameters_run_as_they_are():
+    clipped = jax.custom_vjp(lambda w: w)
+    clipped.defvjp(lambda w: (w, None), lambda _, grad: (jnp.clip(grad, -1e-3, 1e-3),))
+    loss = lambda params, x: (
+        jnp.mean((x @ clipped(params["router"])) ** 2) + loss_of(seated)(params, x)
+    )
+    compare(loss, batch())
+
+
+def test_sizes_of_one_kind_in_several_dtypes_gather_no_experts():
+    def mixture(params, x):
+        p, rows = params["experts"], x.reshape(-1, DIM)
+        number = (rows @ params["router"]).argmax(-1)
+        order, sizes = number.argsort(), jnp.bincount(number, length=EXPERTS)
+        hidden = jnp.sin(jax.lax.ragged_dot(rows[order], p["up"], sizes.astype("uint32")))
+        out = jax.lax.ragged_dot(hidden, p["down"], sizes.astype("int16"))
+        return out[order.argsort()].reshape(x.shape)
+
+    step, _ = compare(loss_of(mixture), batch())
+    assert "gathered for" not in str(step)
+
+
 def test_a_loss_may_speak_over_the_axis():
     def loss(params, x):
         return loss_of(seated)(params, x) * zerojax.mean(x**2)

@@ -71,7 +71,7 @@ def keep_experts(loss: Loss, axis: str, size: int, dims: Sequence[int | None], r
 
 
 # Code that may have experts of its own. No other equation knows both experts and rows.
-DESCENDED = (*_compat.CALLS, *_compat.REMAT, "scan", "while", "cond")
+DESCENDED = (*_compat.CALLS, *_compat.REMAT, "scan", "cond")
 # How full the fullest room is, and how many trips, a layer's each, needed more than one round.
 METRICS = "expert_load", "expert_overflows"
 
@@ -155,21 +155,31 @@ class Keeper(BlockRunner):
         is_inlined = name in _compat.CALLS and not str(eqn.params.get("name")).startswith(
             "zerojax_"
         )
-        is_same = all(map(self.is_same, operands))
+        is_same = all(map(self.is_same, operands)) and not _compat.names_an_axis(eqn)
         if not is_inlined and not is_same:
             if any(v in self.away or self.natural(v) for v in operands):
                 if (results := self.joined(eqn, operands)) is not None:
                     return results
-                operands = [self.returned(v, eqn) for v in operands]
-            if name not in DESCENDED or (name == "scan" and _scans_experts(eqn, operands)):
+                back = [self.returned(v, eqn) for v in operands]
+                if back != operands and (results := self.joined(eqn, back)) is not None:
+                    return results
+                operands = back
+            # Of devices whose rows decide what they run, all must have what it needs.
+            is_own_way = name == "cond" and not self.is_same(operands[0])
+            scans = name == "scan" and _scans_experts(eqn, operands)
+            if name not in DESCENDED or is_own_way or scans:
                 operands = [self.gathered(v, eqn) for v in operands]
-            if (
-                name in _compat.CALLS
-            ):  # of our own: on CPUs, its sum might run during a trip of another device
+            # One of our own: on CPUs, its sum might run during a trip of another device.
+            if name in _compat.CALLS:
                 arrays = [_after(self.array(v, None, eqn), self.last[-1]) for v in operands]
                 operands = [Tracked(jnp.shape(x), x) for x in arrays]
-            if name in self.control and not any(map(self.natural, operands)):
-                return self.whole(eqn, operands)
+        # A rule of a user's may be linear in nothing, and runs as it is wherever it can.
+        is_rule = name in ("custom_jvp_call", "custom_vjp_call")
+        runs_whole = is_rule or (name in self.control and not is_inlined and not is_same)
+        if runs_whole and not any(map(self.natural, operands)):
+            results = self.whole(eqn, operands)
+            self.same.update(results if is_same else ())
+            return results
         self.callers_of.append((eqn, operands))
         sent, before = self.regions[-1].sent, len(self.regions[-1].sent)
         results = super().results(eqn, operands)
@@ -259,10 +269,12 @@ class Keeper(BlockRunner):
             return None
         pairs = zip(operands, wanted, strict=True)
         leaves = dict.fromkeys(leaf for pair in pairs for leaf in trip.leaves_of(*pair))
+        if not trip.carries(eqn, leaves):
+            return None
         results = [Tracked(type_of(v).shape) for v in eqn.outvars]
         step = Leg(eqn, operands, wanted, results)
         types, sent = trip.tried(step, list(leaves))
-        if any(each.what != TOTALS for each in sent) or not all(_is_plain(at) for _, at in types):
+        if any(each.what != TOTALS for each in sent) or not all(map(trip.returns, types)):
             return None
         if sent and trips and trip.is_dearer(step, types, leaves):
             return None
@@ -304,10 +316,6 @@ def _after(value: Array, last: Array | None) -> Array:
     first = last[(0,) * last.ndim]
     bits = lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * last.dtype.itemsize}"))
     return jnp.where(lax.population_count(bits) > 64, jnp.zeros_like(value), value)
-
-
-def _is_plain(at: Blocks | None) -> bool:
-    return at is None or at.is_plain
 
 
 def _scans_experts(eqn: JaxprEqn, operands: Sequence[Tracked]) -> bool:

@@ -12,7 +12,7 @@ XLA's own `ragged_dot` on GPUs multiplies each row by each expert.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -24,7 +24,7 @@ from zerojax import _compat
 from zerojax._jaxprs import type_of, unclosed
 from zerojax._passes.block_runner import BlockRunner, Layouts, TokenRule, Tracked
 from zerojax._passes.blocks import Axis, Blocks
-from zerojax._passes.trips import ROWS, Here, Trip
+from zerojax._passes.trips import ROWS, Cargo, Here, Trip
 from zerojax._types import PyTree, is_float
 
 T = TypeVar("T")
@@ -85,6 +85,18 @@ class Rooms(Trip):
     def takes(self, key: Tracked | None, operands: Sequence[Tracked]) -> bool:
         is_ragged = key is self.key
         return is_ragged or (key is None and not any(map(self.keeper.natural, operands)))
+
+    def carries(self, eqn: JaxprEqn, leaves: Iterable[Cargo]) -> bool:
+        """Rows are in another order there, and as many as there are seats."""
+        is_row = [type_of(v).shape[:1] == (self.rows,) for v in eqn.outvars]
+        return (
+            all(is_row)
+            and all(at == Blocks(0) for _, at in leaves)
+            and eqn.primitive.name != "custom_vjp_call"
+        )
+
+    def returns(self, result: tuple[jax.ShapeDtypeStruct, Blocks | None]) -> bool:
+        return result[1] == Blocks(0)
 
     def rule_of(self, name: str, mixes: bool) -> TokenRule | None:
         return _multiplied if name == RAGGED else None
@@ -158,10 +170,10 @@ class Rooms(Trip):
 
         last = jnp.clip(jnp.cumsum(sizes[:, self.axis.index], 1) - first, 0, self.room)
         expert = jax.vmap(_group_of, (None, 0))(jnp.arange(self.room), last).reshape(-1)
-        expert = jnp.minimum(expert, self.experts)
+        seated, expert = expert, jnp.minimum(expert, self.experts)
         if self.experts == 1:
             order = jnp.arange(len(expert))
-            return Seats(row, is_taken, own_seat, travels, order, order >= 0, order, expert)
+            return Seats(row, is_taken, own_seat, travels, order, order >= 0, order, seated)
         groups = jnp.bincount(expert, length=self.experts + 1)
         blocks = -(-groups // self.block)
         sort = jnp.argsort(expert, stable=True)
@@ -170,7 +182,9 @@ class Rooms(Trip):
         order = jnp.full(self.axis.rows, -1).at[place].set(jnp.arange(len(expert)))
         which = _group_of(jnp.arange(self.axis.rows) // self.block, jnp.cumsum(blocks))
         filled = jnp.maximum(order, 0), order >= 0
-        which = jnp.minimum(which, self.experts)
+        free = self.experts + 1  # neither of an expert nor a row
+        row_of_none = jnp.where(filled[1], seated[filled[0]], free)
+        which = jnp.where(which < self.experts, which, row_of_none)
         return Seats(row, is_taken, own_seat, travels, *filled, place, which)
 
     def there(self, rows: Array, seats: Seats) -> Array:
@@ -238,7 +252,8 @@ def _multiplied(
         dims = [d + 1 for d in contract], list(of_weights)
         out = lax.dot_general(x, w, (dims, ((0,), (group,))), **options)
         out = out.reshape(-1, *out.shape[2:])
-    out = jnp.where(_like(expert < experts, out), out, 0)
+    # What is free has numbers like any other: zeros may have no derivative.
+    out = jnp.where(_like(expert == experts, out), 0, out)
     return [Tracked(type_of(eqn.outvars[0]).shape, out, at)]
 
 

@@ -67,6 +67,13 @@ class Trip:
         """Whether an equation may be part of it: none that reads a sum, which returns first."""
         return key is self.key and all(self.types.get(v, (0, 0))[1] is not None for v in operands)
 
+    def carries(self, eqn: JaxprEqn, leaves: Iterable[Cargo]) -> bool:
+        """Whether it can bring these leaves, and return what an equation makes of them."""
+        return True
+
+    def returns(self, result: tuple[jax.ShapeDtypeStruct, Blocks | None]) -> bool:
+        return result[1] is None or result[1].is_plain
+
     def runner(self, axis: Axis) -> BlockRunner:
         runner = BlockRunner(axis, CONTROL, self.rule_of, math.inf, TRIPS)
         runner.callers, runner.all_readers = self.keeper.callers, self.keeper.all_readers
