@@ -24,7 +24,7 @@ from collections.abc import Iterator
 ROOT = pathlib.Path(__file__).parents[1]
 # Each package may import those of the lines above its own, and within itself without circles.
 RANKS = (
-    "_axis_types _compat _declared _figures _fingerprint _jaxprs _progress _readings "
+    "_axis_types _compat _declared _fence _figures _fingerprint _jaxprs _progress _readings "
     "_specs _table _types _warn",
     "_kernel",
     "_run _state tools._flops tools._hlo",
@@ -52,7 +52,7 @@ KERNEL = [
     "engine",
     "device",
 ]
-BENEATH_KERNEL = {"_compat", "_jaxprs", "_specs", "_types", "_warn"}
+BENEATH_KERNEL = {"_compat", "_fence", "_jaxprs", "_specs", "_types", "_warn"}
 RANK = {package: rank for rank, names in enumerate(RANKS) for package in names.split()}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}

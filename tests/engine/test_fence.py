@@ -13,7 +13,7 @@ import zerojax
 from tests.support.collectives import unordered
 from tests.support.reference import train_state
 from tests.support.schedules import train_step
-from zerojax._kernel import body as fence
+from zerojax import _fence as fence
 
 LAYERS, DIM = 4, 64
 
@@ -53,6 +53,50 @@ def test_what_waits_is_unchanged(dtype):
     got = waited(values, [np.asarray(3, dtype), np.float32("nan"), np.float32("-inf")])
     np.testing.assert_array_equal(got["w"], values["w"])
     assert (jax.random.key_data(got["key"]) == jax.random.key_data(values["key"])).all()
+
+
+def of_scans(x, many):
+    carried, rows = lax.scan(lambda total, row: (total + lax.psum(row, "d"), total), x[0], x)
+    return carried, rows, lax.scan(lambda none, row: (none, lax.psum(row, "d")), (), many)[1]
+
+
+def of_branches(x, many):
+    is_more, sums = lax.psum(x.sum(), "d") > 0, lambda x: lax.psum(x, "d")
+    inner = lambda x: lax.cond(x.sum() > 1, sums, jnp.sin, x) + lax.psum(x, "d")
+    return lax.cond(is_more, inner, jnp.cos, x), lax.cond(x.sum() > 2, sums, jnp.sin, many)
+
+
+def of_whiles(x, many):
+    turn = lambda carry: (carry[0] + 1, carry[1] / lax.psum(jnp.abs(carry[1]), "d"))
+    run = lambda x: lax.while_loop(lambda carry: carry[0] < 3, turn, (0, lax.stop_gradient(x)))
+    return jnp.sin(x) * run(x)[1], run(many)[1]
+
+
+def of_calls(x, many):
+    called = jax.jit(lambda x: of_scans(x, x)[0])
+    return jax.checkpoint(lambda x: of_branches(x, x)[0])(x), called(many)
+
+
+@pytest.mark.parametrize("loops", [of_scans, of_branches, of_whiles, of_calls])
+def test_loops_and_branches_run_in_order(loops):
+    def code(x, many):
+        loss = lambda x: sum(jnp.sum(out) for out in jax.tree.leaves(loops(x, many)))
+        return jax.value_and_grad(loss)(x), lax.all_gather(many, "d"), lax.psum(x, "d")
+
+    def compiled(code):
+        code = lambda x, many, code=code: jax.tree.map(lambda x: x[None], code(x, many))
+        mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        specs = {"in_specs": P("d"), "out_specs": P("d"), "check_vma": False}
+        return jax.jit(jax.shard_map(code, mesh=mesh, **specs)).lower(*args).compile()
+
+    args = jnp.arange(48.0).reshape(16, 3), jnp.ones((32, 4))
+    run, (count, left) = fence.in_order(code), unordered(zerojax.audit(compiled(code)).module)
+    kept, free = unordered(zerojax.audit(compiled(run)).module)
+    assert left and free == [] and kept >= count
+    parts = [x.reshape(8, -1, x.shape[1]) for x in args]
+    wanted = jax.jit(jax.vmap(code, axis_name="d"))(*parts)
+    compare = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5)
+    jax.tree.map(compare, compiled(run)(*args), wanted)
 
 
 def translated(params, batch):

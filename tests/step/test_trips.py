@@ -11,6 +11,7 @@ from flax.training.train_state import TrainState
 from optax import sgd
 
 import zerojax
+from tests.support.collectives import unordered
 from tests.support.compared import mesh_of
 
 EXPERTS, DIM, HIDDEN, TOKENS = 8, 16, 48, 12
@@ -327,6 +328,9 @@ def test_sequences_beside_experts(mixture):
     x, params = batch(4), make_params()
     options = {**APART, "mesh": mesh_of({"data": 2, "sequence": 2, "expert": 2})}
     split = {"sequence": zerojax.Sequences(most_gathered=9), **options}
-    _, metrics = zerojax.train_step(loss)(state_of(params, **split), x)
+    step, state = zerojax.train_step(loss), state_of(params, **split)
+    branches, left = unordered(zerojax.audit(step, state, x).module)
+    assert left == [] and bool(branches) == (mixture is sorted_rows)
+    _, metrics = step(state, x)
     wanted = np.mean([loss(params, part) for part in np.split(x, 4)])
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)

@@ -74,13 +74,13 @@ def has_collectives(module: Any, instruction: Any) -> bool:
 
 
 def unordered(module: Any) -> tuple[int, list[str]]:
-    """How many loops of collectives a compiled module has; and the collectives, or loops of them,
-    that stand after such a loop and do not depend on it."""
+    """How many loops and branches of collectives a compiled module has; and the collectives, or
+    loops of them, that stand after such a loop and do not depend on it."""
     loops, found = 0, []
     for instructions in module.computations.values():
         scheduled = list(instructions.values())
         for at, loop in enumerate(scheduled):
-            if loop.opcode != "while" or not has_collectives(module, loop):
+            if loop.opcode not in ("while", "conditional") or not has_collectives(module, loop):
                 continue
             loops += 1
             depends = {loop}

@@ -85,17 +85,6 @@ class LayerUpdate:
     needed: frozenset[int]
 
 
-def is_wanted(plan: Plan, when: str) -> bool:
-    """Whether a step looks for parameters to update in backward.
-
-    "auto" does so on GPUs, if their compute can hide something: state that travels from and to
-    host memory, or the all-gather of weights that rest whole.
-    """
-    gathers = bool(plan.groups.opt_state) and not plan.groups.params
-    hides = _compat.is_gpu(plan.mesh.devices.flat[0]) and (plan._offloads or gathers)
-    return when == "backward" or (when == "auto" and hides)
-
-
 class InBackward:
     """The `updates` of a state that backward may do, by the paths of parameters; `why` says why
     not, for the others. With `must`, backward must update one of them at least.

@@ -118,7 +118,7 @@ def knows_wires(mesh: Mesh) -> bool:
 def mixes_up_collectives(mesh: Mesh) -> bool:
     """Whether collectives after a loop may run before it ends, as on (emulated) CPU devices.
 
-    See the note in `fence.py`. GPUs have streams, which run in order.
+    See the note in `_fence.py`. GPUs have streams, which run in order.
     """
     return mesh.devices.flat[0].platform == "cpu"
 

@@ -7,19 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.tree_util import register_dataclass
 
-from zerojax import _compat
+from zerojax._fence import mark, wait
 from zerojax._jaxprs import Atom, Var, evaluate, is_var, type_of
 from zerojax._kernel import travel as _travel
 from zerojax._kernel.arrays import (
     Gradient,
     Hook,
-    T,
     Value,
     add,
     add_held,
@@ -29,7 +27,7 @@ from zerojax._kernel.arrays import (
 )
 from zerojax._kernel.pieces import Op, Split
 from zerojax._kernel.travel import Cut, Held, Transit
-from zerojax._types import TreeDef, is_float, is_key
+from zerojax._types import TreeDef, is_float
 
 
 @functools.partial(
@@ -92,55 +90,10 @@ class Keeping(Protocol):
 # computation, merges them, and keeps full weights in between. On GPUs an optimization barrier
 # over the shards and the cotangents keeps them apart.
 #
-# XLA:CPU needs more. A barrier is no data dependence, and XLA:CPU may run a collective during a
-# loop from which it needs nothing. It orders collectives only by their start, and counts a loop as
-# started as soon as one iteration waits for another thread. All collectives have the same channel,
-# so devices pair the wrong ones: a crash, NaN, or wrong numbers (JAX 0.12, several emulated
-# devices; 0.10 expands barriers before it schedules). `tests/engine/test_fence.py` has the fault in
-# plain JAX. So on CPUs the engine makes the shards depend on the results of forward, in a way that
-# XLA cannot see through. In backward, gradients of gathered weights, such as a head's, wait for the
-# loops if any has 16 bits: XLA:CPU widens it to reduce it, which takes memory, and would do that
-# last. Gradients of 32 bits it reduces at once, which frees memory.
-
-
-_MOST_BITS = 64  # of one number
-
-
-def mark(outs: list[Array]) -> Array | None:
-    """Returns a boolean that is ready once all `outs` are. It is false, but XLA cannot know that.
-
-    Returns None if no output has bits to count.
-    """
-    # Scalars, one after another: XLA:CPU compiles a loop of its own for each small array.
-    counts = [lax.population_count(_bits(x)) for x in outs if _is_countable(x)]
-    marks = [count > _MOST_BITS for count in counts]
-    return functools.reduce(jnp.logical_or, marks) if marks else None
-
-
-def wait(values: T, done: Array | None) -> T:
-    """Returns `values`, made to depend on a mark if there is one."""
-
-    def waiting(x: Array) -> Array:
-        if done is None or is_key(x):
-            return x
-        here = _compat.fetched(x)
-        here = lax.select(done, jnp.zeros_like(here), here)
-        return _compat.stored(here) if _compat.is_on_host(x) else here
-
-    return jax.tree.map(waiting, values)
-
-
-def _bits(array: Array) -> Array:
-    first = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
-    if jnp.issubdtype(array.dtype, jnp.integer):
-        return first
-    width = array.dtype.itemsize * 8
-    return lax.bitcast_convert_type(first, jnp.dtype(f"uint{width}"))
-
-
-def _is_countable(array: Array) -> bool:
-    has_bits = any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer))
-    return has_bits and math.prod(array.shape) > 0
+# XLA:CPU needs more (`zerojax/_fence.py`): there, the engine makes the shards depend on the results
+# of forward. In backward, gradients of gathered weights, such as a head's, wait for the loops if
+# any has 16 bits: XLA:CPU widens it to reduce it, which takes memory, and would do that last.
+# Gradients of 32 bits it reduces at once, which frees memory.
 
 
 # [Note: what stays for backward]

@@ -11,6 +11,7 @@ from jax.extend.core import Jaxpr
 from jax.typing import DTypeLike
 
 from zerojax import _compat
+from zerojax._fence import mark, wait
 from zerojax._jaxprs import Atom, Var, read
 from zerojax._kernel.arrays import (
     Gradient,
@@ -25,9 +26,7 @@ from zerojax._kernel.body import (
     Env,
     How,
     Saved,
-    mark,
     read_arrays,
-    wait,
     write,
 )
 from zerojax._kernel.loops import Layers, PrefetchedLayers

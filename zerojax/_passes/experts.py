@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.typing import ArrayLike
@@ -108,7 +108,6 @@ class Keeper(BlockRunner):
         self.open = [dict[Tracked | None, Trip]()]  # in this scope of JAX's and those around it
         self.callers_of = list[tuple[JaxprEqn, Sequence[Tracked]]]()
         self.loads = [list[Tracked]()]  # of each jaxpr that runs
-        self.last: list[Array | None] = [None]  # of the results of a trip, in this scope
 
     def run(
         self,
@@ -132,13 +131,11 @@ class Keeper(BlockRunner):
     @contextlib.contextmanager
     def scope(self, times: int = 1) -> Generator[None]:
         self.open.append({})
-        self.last.append(None)
         try:
             with super().scope(times):
                 yield
         finally:
             self.open.pop()
-            self.last.pop()
 
     def check_axes(self, eqn: JaxprEqn) -> None:
         """A loss may speak over the axis: its devices have rows of their own."""
@@ -169,10 +166,6 @@ class Keeper(BlockRunner):
             scans = name == "scan" and _scans_experts(eqn, operands)
             if name not in DESCENDED or is_own_way or scans:
                 operands = [self.gathered(v, eqn) for v in operands]
-            # One of our own: on CPUs, its sum might run during a trip of another device.
-            if name in _compat.CALLS:
-                arrays = [_after(self.array(v, None, eqn), self.last[-1]) for v in operands]
-                operands = [Tracked(jnp.shape(x), x) for x in arrays]
         # A rule of a user's may be linear in nothing, and runs as it is wherever it can.
         is_rule = name in ("custom_jvp_call", "custom_vjp_call")
         runs_whole = is_rule or (name in self.control and not is_inlined and not is_same)
@@ -191,19 +184,12 @@ class Keeper(BlockRunner):
             once = [self.gathered(v, eqn) for v in operands[:fixed]]
             return self.results(eqn, [*once, *operands[fixed:]])
         results, loads = results[: len(eqn.outvars)], results[len(eqn.outvars) :]
-        if name in self.control and not is_same:
-            self.follow([v.array for v in results])
         if loads:
             worst = _worst(jnp.stack([jnp.asarray(v.array) for v in loads]))
             self.loads[-1].append(Tracked(worst.shape, worst))
         if is_same:
             self.same.update(results)
         return results
-
-    def follow(self, results: Sequence[Array | None]) -> None:
-        """Has the sums of means wait for these results."""
-        reals = (x for x in results if x is not None and jnp.issubdtype(x.dtype, jnp.floating))
-        self.last[-1] = next((x for x in reals if x.size), self.last[-1])
 
     def whole(self, eqn: JaxprEqn, operands: Sequence[Tracked]) -> list[Tracked]:
         """Runs an equation as it is."""
@@ -238,7 +224,6 @@ class Keeper(BlockRunner):
             else:
                 arrays, loads = trip.run(ends, eqn)
                 self.loads[-1] += [Tracked(x.shape, x) for x in loads]
-                self.follow(arrays)
             for end, array in zip(ends, arrays, strict=True):
                 self.home[end] = Tracked(end.shape, array)
             self.open[-1] = {k: other for k, other in self.open[-1].items() if other is not trip}
@@ -307,15 +292,6 @@ class Keeper(BlockRunner):
             return places
         before = self.before(eqn, out)
         return before and [at or new for at, new in zip(places, before, strict=True)]
-
-
-def _after(value: Array, last: Array | None) -> Array:
-    """Returns a value that depends on another one, in a way that XLA does not see through."""
-    if last is None:
-        return value
-    first = last[(0,) * last.ndim]
-    bits = lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * last.dtype.itemsize}"))
-    return jnp.where(lax.population_count(bits) > 64, jnp.zeros_like(value), value)
 
 
 def _scans_experts(eqn: JaxprEqn, operands: Sequence[Tracked]) -> bool:

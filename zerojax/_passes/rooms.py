@@ -132,9 +132,7 @@ class Rooms(Trip):
 
         with self.keeper.sending(ROWS, eqn, self.nbytes(leaves, outputs)):
             sizes = lax.all_gather(self.sizes_of(sizes), self.axis.name)
-            # Rows travel after sizes on all devices: in any order, those of CPUs may wait for each
-            # other for ever.
-            inputs = lax.optimization_barrier([sizes, *rows])
+            inputs = [sizes, *rows]
             jaxpr, fixed = unclosed(jax.make_jaxpr(in_round)(jnp.int32(0), *inputs))
             first = _compat.run_jaxpr(jaxpr, [jnp.int32(0), *inputs, *fixed])
             count, load = -(-self.rows // self.room), jnp.max(jnp.sum(sizes, 2))

@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax import _compat, _fingerprint
 from zerojax._features import (
     host_state as _host_state,
-    in_backward as _in_backward,
     xla_options as _xla_options,
 )
 from zerojax._jaxprs import unique
@@ -39,7 +38,7 @@ from zerojax._step.compiled import (
     short,
 )
 from zerojax._step.donated import PartlyDonated
-from zerojax._step.step_options import Notes, Recipe
+from zerojax._step.step_options import Notes, Recipe, may_update_in_backward
 from zerojax._types import PyTree, kinds_of
 
 OWN_ROWS = (
@@ -247,7 +246,7 @@ class Step:
         if plan is None or (device := plan.mesh.devices.flat[0]).platform == "cpu":
             return {}
         how, jaxpr = self.recipe.options, trace().jaxpr
-        updates = not how.needs_all(False) and _in_backward.is_wanted(plan, how.schedule.update)
+        updates = not how.needs_all(False) and may_update_in_backward(plan, how.schedule.update)
         options = _xla_options.options_for(
             jaxpr,
             plan.mesh,

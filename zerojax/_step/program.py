@@ -17,6 +17,7 @@ from zerojax._features import activations as _activations, updating as _updating
 from zerojax._features.host_state import are_found
 from zerojax._features.in_backward import InBackward, InLoop, LayerUpdate, NoGradientError
 from zerojax._features.speculate import stays
+from zerojax._fence import in_order
 from zerojax._jaxprs import type_of
 from zerojax._kernel.device import DeviceLoss, Param, exact_share
 from zerojax._loss import batch as _batch, fields as _fields
@@ -135,7 +136,10 @@ class Program:
 
     def on_all_devices(self) -> Callable[..., PyTree]:
         """Returns the program of all devices together."""
-        program = self.device.on_all_devices(self, self.in_specs(), self.out_specs())
+        # Of loops that passes add, the engine knows nothing.
+        is_split = self.plan.sequence or self.plan.experts
+        code = in_order(self) if self.how.by_data and is_split else self
+        program = self.device.on_all_devices(code, self.in_specs(), self.out_specs())
 
         def padded(values: list[Array], args: list[Array], *others: PyTree) -> PyTree:
             return program(values, self.microbatches.with_blocks(args, splits), *others)

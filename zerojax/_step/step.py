@@ -23,7 +23,14 @@ from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step.grad import grad_norm, loss_and_grads
 from zerojax._step.jitted import Step
 from zerojax._step.parameter import grad_dtype_of
-from zerojax._step.step_options import EvalOptions, Notes, Recipe, TrainOptions, precision_of
+from zerojax._step.step_options import (
+    EvalOptions,
+    Notes,
+    Recipe,
+    TrainOptions,
+    may_update_in_backward,
+    precision_of,
+)
 from zerojax._types import PyTree, is_key
 from zerojax._update.update import Update
 
@@ -85,7 +92,7 @@ def _train(
     if recipe.skip_nonfinite or scale is not None:
         guard = functools.partial(_finite.guarded, mutable=recipe.mutable)
     wanted = not recipe.options.needs_all(guard is not None)
-    wanted = wanted and _in_backward.is_wanted(plan, recipe.options.schedule.update)
+    wanted = wanted and may_update_in_backward(plan, recipe.options.schedule.update)
     # Where the whole update runs at once, XLA sees the user's own functions.
     update = _traced_update(recipe, plan, state, guard) if wanted or plan._offloads else None
     backward = None

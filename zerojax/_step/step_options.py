@@ -205,6 +205,17 @@ def how_on(
     )
 
 
+def may_update_in_backward(plan: Plan, when: str) -> bool:
+    """Whether a step looks for parameters to update in backward.
+
+    "auto" does so on GPUs, if their compute can hide something: state that travels from and to
+    host memory, or the all-gather of weights that rest whole.
+    """
+    gathers = bool(plan.groups.opt_state) and not plan.groups.params
+    hides = _compat.is_gpu(plan.mesh.devices.flat[0]) and (plan._offloads or gathers)
+    return when == "backward" or (when == "auto" and hides)
+
+
 def precision_of(plan: Plan, given: Precision | None) -> Precision:
     """Returns the dtypes of a step: the plan's, or `given` where the plan has none."""
     if given is None:

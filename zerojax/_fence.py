@@ -1,0 +1,188 @@
+"""Has collectives of CPU devices run in the order of the program.
+
+[Note: collectives of CPU devices]
+XLA:CPU may run a collective during a loop, or a branch, from which it needs nothing. It orders
+collectives only by their start, and counts a loop as started as soon as one turn waits for another
+thread. All collectives have the same channel, so devices pair the wrong ones: they wait for each
+other until XLA ends the process, or return NaN or wrong numbers. A barrier is no data dependence
+(JAX 0.12; 0.10 expands barriers before it schedules). `tests/engine/test_fence.py` has the fault in
+plain JAX. So on CPUs what follows such a loop depends on its results, in a way that XLA cannot see
+through.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.typing import ArrayLike
+
+from zerojax import _compat, _jaxprs
+from zerojax._types import PyTree, is_key
+
+T = TypeVar("T")
+
+_MOST_BITS = 64  # of one number
+
+
+def mark(outs: Sequence[Array]) -> Array | None:
+    """Returns a boolean that is ready once all `outs` are. It is false, but XLA cannot know that.
+
+    Returns None if no output has bits to count.
+    """
+    # Scalars, one after another: XLA:CPU compiles a loop of its own for each small array.
+    counts = [lax.population_count(_bits(x)) for x in outs if _is_countable(x)]
+    marks = [count > _MOST_BITS for count in counts]
+    return functools.reduce(jnp.logical_or, marks) if marks else None
+
+
+def wait(values: T, done: Array | None) -> T:
+    """Returns `values`, made to depend on a mark if there is one."""
+
+    def waiting(x: Array) -> Array:
+        if done is None or is_key(x):
+            return x
+        here = _compat.fetched(x)
+        here = lax.select(done, jnp.zeros_like(here), here)
+        return _compat.stored(here) if _compat.is_on_host(x) else here
+
+    return jax.tree.map(waiting, values)
+
+
+def _bits(array: Array) -> Array:
+    first = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        return first
+    width = array.dtype.itemsize * 8
+    return lax.bitcast_convert_type(first, jnp.dtype(f"uint{width}"))
+
+
+def _is_countable(array: Array) -> bool:
+    has_bits = any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    return has_bits and math.prod(array.shape) > 0
+
+
+# -- whole programs
+
+
+def in_order(code: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Returns the code of one device, in which loops and branches of collectives wait for the
+    collectives before them, and those after them wait for the loops."""
+
+    def run(*args: PyTree) -> PyTree:
+        closed, shapes = jax.make_jaxpr(code, return_shape=True)(*args)
+        outs = _ordered(*_compat.opened(closed), jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+    return run
+
+
+class _Sequenced(NamedTuple):
+    array: ArrayLike
+    loops: int = 0  # that it depends on: each of them depends on those before it
+
+
+def _ordered(
+    jaxpr: Jaxpr, consts: Sequence[ArrayLike], inputs: Sequence[ArrayLike]
+) -> list[ArrayLike]:
+    order = _Order()
+    outs = order.run(jaxpr, consts, list(map(_Sequenced, inputs)))
+    return [wait(x, order.done) if loops < order.loops else x for x, loops in outs]
+
+
+class _Order:
+    """Runs jaxprs. `done` marks the last loop of `loops`, and `since` has what came from other
+    devices after it."""
+
+    def __init__(self) -> None:
+        self.loops = 0
+        self.done: Array | None = None
+        self.since: list[Array] = []
+
+    def run(
+        self, jaxpr: Jaxpr, consts: Sequence[ArrayLike], inputs: Sequence[_Sequenced]
+    ) -> list[_Sequenced]:
+        env = dict(zip(jaxpr.constvars, map(_Sequenced, consts), strict=True))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: _jaxprs.Atom) -> _Sequenced:
+            return env[atom] if _jaxprs.is_var(atom) else _Sequenced(atom.val)
+
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self.results(eqn, [*map(read, eqn.invars)]), strict=True))
+        return [*map(read, jaxpr.outvars)]
+
+    def results(self, eqn: JaxprEqn, operands: Sequence[_Sequenced]) -> list[_Sequenced]:
+        arrays, loops = [v.array for v in operands], max([0, *(v.loops for v in operands)])
+        if not _compat.names_an_axis(eqn):
+            return [_Sequenced(x, loops) for x in _compat.bind(eqn, arrays)]
+        if _is_loop(eqn) and eqn.primitive.name in (*_compat.CALLS, *_compat.REMAT):
+            if eqn.params.get("prevent_cse"):  # as JAX does where it lowers a remat
+                arrays = lax.optimization_barrier(arrays)
+            inputs = [_Sequenced(x, v.loops) for x, v in zip(arrays, operands, strict=True)]
+            return self.run(*_compat.inner_jaxpr(eqn), inputs)
+        done = self.done if loops < self.loops else None
+        if is_loop := _is_loop(eqn):
+            eqn = eqn.replace(params={k: _inside(v) for k, v in eqn.params.items()})
+            done = _either(done, mark(self.since))
+        outs = _compat.bind(*_waiting(eqn, arrays, done))
+        self.since = [*self.since, *outs]
+        if is_loop:
+            self.loops, self.since = self.loops + 1, []
+            self.done = _either(self.done, mark(outs))
+        return [_Sequenced(x, self.loops) for x in outs]
+
+
+def _either(one: Array | None, other: Array | None) -> Array | None:
+    return other if one is None else one if other is None else jnp.logical_or(one, other)
+
+
+def _is_loop(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a loop or a branch of collectives, or has one in it."""
+    loops = eqn.primitive.name in ("cond", "while", "scan")
+    loops = loops or any(map(_has_loops, _compat.inner_jaxprs(eqn)))
+    return loops and _compat.names_an_axis(eqn)
+
+
+def _has_loops(jaxpr: Jaxpr) -> bool:
+    return any(map(_is_loop, jaxpr.eqns))
+
+
+def _inside(value: PyTree) -> PyTree:
+    """Returns a parameter of an equation. In jaxprs, loops are in order."""
+    if type(value) is tuple:  # of branches
+        return tuple(map(_inside, value))
+    jaxpr, consts = _compat.opened(value)
+    if not (hasattr(jaxpr, "eqns") and _has_loops(jaxpr)):
+        return value
+    avals = [v.aval for v in jaxpr.invars]
+    return jax.make_jaxpr(lambda *inputs: _ordered(jaxpr, consts, inputs))(*avals)
+
+
+def _waiting(
+    eqn: JaxprEqn, arrays: Sequence[ArrayLike], done: Array | None
+) -> tuple[JaxprEqn, Sequence[ArrayLike]]:
+    """Returns an equation and its operands, of which enough wait for a mark."""
+    if done is None:
+        return eqn, arrays
+    params, count = eqn.params, len(arrays)
+    match eqn.primitive.name:
+        case "cond":
+            waiting = range(1)
+        case "while":
+            waiting = range(params["cond_nconsts"] + params["body_nconsts"], count)
+        case "scan":  # what it carries, if anything: stacks of weights would be copied
+            fixed, carried = _compat.scan_counts(params)
+            waiting = range(fixed, fixed + carried if carried else count)
+        case _:
+            waiting = range(count)
+    arrays = list(arrays)
+    invars = list(eqn.invars)
+    for k in waiting:
+        arrays[k] = wait(jnp.asarray(arrays[k], _jaxprs.type_of(invars[k]).dtype), done)
+        invars[k] = _compat.fresh(invars[k])
+    return eqn.replace(invars=invars), arrays
