@@ -144,11 +144,12 @@ def _either(one: Array | None, other: Array | None) -> Array | None:
 def _is_loop(eqn: JaxprEqn) -> bool:
     """Whether an equation is a loop or a branch of collectives, or has one in it."""
     loops = eqn.primitive.name in ("cond", "while", "scan")
-    loops = loops or any(map(_has_loops, _compat.inner_jaxprs(eqn)))
+    loops = loops or any(map(has_loops, _compat.inner_jaxprs(eqn)))
     return loops and _compat.names_an_axis(eqn)
 
 
-def _has_loops(jaxpr: Jaxpr) -> bool:
+def has_loops(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr has loops or branches of collectives."""
     return any(map(_is_loop, jaxpr.eqns))
 
 
@@ -157,7 +158,7 @@ def _inside(value: PyTree) -> PyTree:
     if type(value) is tuple:  # of branches
         return tuple(map(_inside, value))
     jaxpr, consts = _compat.opened(value)
-    if not (hasattr(jaxpr, "eqns") and _has_loops(jaxpr)):
+    if not (hasattr(jaxpr, "eqns") and has_loops(jaxpr)):
         return value
     avals = [v.aval for v in jaxpr.invars]
     return jax.make_jaxpr(lambda *inputs: _ordered(jaxpr, consts, inputs))(*avals)

@@ -120,6 +120,20 @@ def test_tables_are_gathered_and_reduced_between_loops(stage, accumulate):
     assert unordered(report.module)[1] == []
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_loops_of_means_over_the_batch_are_in_order(stage):
+    def loss(params, x):
+        turn = lambda h, row: (jnp.tanh(h @ params["w"] + zerojax.mean(row)), None)
+        h, _ = lax.scan(turn, x, jnp.stack([x, 2 * x]))
+        return jnp.mean(h @ params["head"]) + jnp.mean(jnp.sin(x @ params["other"]))
+
+    params = {"w": np.ones((DIM, DIM)), "head": np.ones((DIM, 512)), "other": np.ones((DIM, 700))}
+    plan = zerojax.plan(train_state(params, optax.sgd(0.1)), stage=stage, min_shard_size=0)
+    batch = jax.ShapeDtypeStruct((16, DIM), "float32")
+    report = zerojax.audit(zerojax.train_step(loss), plan.abstract(), batch)
+    assert unordered(report.module) == (1, [])
+
+
 def loss(params, batch):
     x = jnp.tanh(batch @ params["inner"])
     x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["stack"])
