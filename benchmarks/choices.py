@@ -24,8 +24,8 @@ from zerojax.tools._forecast import (
     network as _network,
     presets as _presets,
 )
-from zerojax.tools._forecast.choose import AMSP, HSDP, WayToTrain
 from zerojax.tools._forecast.forecast import Workload, WorkOptions
+from zerojax.tools._forecast.ways import AMSP, HSDP, WayToTrain
 from zerojax.tools._hlo import gpus as _gpus
 
 MODELS, COUNTS, CARDS = ("7.5b", "llama-8b", "llama-70b", "170b"), (8, 64, 400), (50, 12.5, 3.125)

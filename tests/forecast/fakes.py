@@ -20,9 +20,10 @@ from jax.sharding import AxisType, Mesh
 import zerojax
 from tests.hlo.modules import gpu_named
 from zerojax.tools._forecast.case import Case, Forecast
-from zerojax.tools._forecast.choose import Choice, Tried, WayToTrain
+from zerojax.tools._forecast.choose import Choice, Tried
 from zerojax.tools._forecast.forecast import Workload, WorkOptions
 from zerojax.tools._forecast.study import Study
+from zerojax.tools._forecast.ways import WayToTrain
 
 GIB = 2**30
 H100 = gpu_named("H100")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from zerojax.tools._forecast import choose as _choose
-from zerojax.tools._forecast.choose import AMSP, GPU_AXIS, HSDP, WayToTrain as Way
+from zerojax.tools._forecast import ways as _ways
+from zerojax.tools._forecast.ways import AMSP, GPU_AXIS, HSDP, WayToTrain as Way
 
 WEIGHTS, GRADS, PARAMETERS = 800.0, 400.0, 1600.0
 CODE, QUARTER = (1 + 4 / 256) / 2, (0.5 + 4 / 256) / 2  # of 16 bits, with a share of a scale
@@ -31,4 +31,4 @@ BOTH = 2 * WEIGHTS + GRADS
     ids=str,
 )
 def test_bytes_sent_are_those_of_the_guide(way, inside, between):
-    assert _choose.sent(way, WEIGHTS, GRADS, PARAMETERS) == pytest.approx((inside, between))
+    assert _ways.sent(way, WEIGHTS, GRADS, PARAMETERS) == pytest.approx((inside, between))

@@ -15,11 +15,10 @@ from zerojax._declared import Options, option, takes
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import StateOptions
-from zerojax._plan.precision import Precision
 from zerojax._progress import working
 from zerojax._specs import as_names
-from zerojax._state.state import NNX_FIELDS, OPT_STATE, PARAMS
-from zerojax._step.schedule import LAYERS, MICROBATCHES, Schedule
+from zerojax._state.state import NNX_FIELDS, PARAMS
+from zerojax._step.schedule import MICROBATCHES, Schedule
 from zerojax._step.step import Step
 from zerojax._step.step_options import TrainOptions
 from zerojax._table import Column, Printed, Table, grouped, human_bytes, human_time, summed
@@ -28,12 +27,21 @@ from zerojax.tools._audit.measurement import is_ours
 from zerojax.tools._forecast.case import Case, titled, told_to_hosts, unread
 from zerojax.tools._forecast.forecast import (
     LEVELS,
-    STAGES,
     LossFn,
     Workload,
     WorkOptions,
     changed_options,
     is_of_nnx,
+)
+from zerojax.tools._forecast.ways import (
+    AMSP,
+    GPU_AXIS,
+    HSDP,
+    PLACED,
+    SCHEDULED,
+    WayToTrain,
+    sent,
+    ways,
 )
 from zerojax.tools._hlo.gpus import Gpu
 
@@ -44,127 +52,8 @@ FASTER = 0.99  # of a time: ways that may take less are compiled, quantized ones
 SETTING = 1e-3  # of a step's time: what a setting must gain
 ROUGHLY = 1.1  # the error of memory by the plan: ways that need more of the GPU are not compiled
 CODING = 0.03  # of compute: what encoding and decoding add, of 7.5B on 64 H100s
-
-
-# -- the ways
-
-# The share of a weight's bytes that travels, with scales.
-QUANTIZED = {None: 1.0, "int8": (1 + 4 / 256) / 2, "int4": (0.5 + 4 / 256) / 2}
-
-NODE_AXIS, GPU_AXIS = LEVELS
-HSDP = (("params", GPU_AXIS), ("grads", GPU_AXIS), ("opt_state", GPU_AXIS))
-AMSP = (("params", GPU_AXIS), ("grads", GPU_AXIS), ("opt_state", (GPU_AXIS, NODE_AXIS)))
-LOSSY = (("int8", None), ("int8", "int8"), ("int8", "int4"))
-PLACED = ("stage", "groups", "offload")  # arguments of `shard_train_state`
-SCHEDULED = ("order", "regather")  # those of its `Schedule`
-WORDED = (
-    "mesh",
-    "axis",
-    "sequence",
-    "precision",
-    "accumulate",
-    "schedule",
-)  # in words of their own
+WORDED = ("mesh", "axis", "sequence", "precision", "accumulate", "schedule")  # in their own words
 OBJECT = re.compile(r"\w\(|<")  # in the text of a value
-
-
-@dataclasses.dataclass(frozen=True)
-class WayToTrain:
-    """Arguments of `shard_train_state` and `train_step`; `variant` is one of several losses."""
-
-    variant: str = ""
-    stage: int = 3
-    groups: tuple[tuple[str, str | tuple[str, ...]], ...] | None = None
-    offload: tuple[str, ...] = ()
-    accumulate: int = 1
-    order: str = MICROBATCHES
-    regather: bool | str = True
-    gather: str | None = None
-    reduce: str | None = None
-
-    @property
-    def is_exact(self) -> bool:
-        return self.gather is self.reduce is None
-
-    @property
-    def rounds(self) -> int:
-        """How often a step gathers the weights and reduces their gradients."""
-        return 1 if self.order == LAYERS else self.accumulate
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients wait for the update. By default an elementwise update runs in backward
-        where state is in host memory, or where weights rest whole and the update is sharded. With
-        AMSP's groups, gradients go on to the optimizer's shards at once, and are as small."""
-        at_once = self.offload or self.stage in (1, 2) or self.groups == AMSP
-        return self.accumulate > 1 or not at_once
-
-    def on(self, options: WorkOptions) -> WorkOptions:
-        """Returns the options of a step that trains so."""
-        precision = options.precision
-        if not self.is_exact:
-            precision = precision or Precision()
-            reduce = self.reduce or precision.reduce
-            precision = dataclasses.replace(precision, gather=self.gather, reduce=reduce)
-        return dataclasses.replace(
-            options,
-            groups=self.groups and dict(self.groups),
-            offload=self.offload or None,
-            precision=precision,
-            schedule=Schedule(order=self.order, regather=self.regather),
-        )
-
-    def settings(self) -> dict[str, str]:
-        """Returns its arguments that are not the defaults, and its stage, as Python."""
-        usual = dataclasses.asdict(WayToTrain(self.variant))
-        fields = {name: getattr(self, name) for name in usual if name != "variant"}
-        changed = {k: v for k, v in fields.items() if k == "stage" or v != usual[k]}
-        if self.groups is not None:  # which say what the stage does
-            del changed["stage"]
-            changed["groups"] = dict(self.groups)
-        return {name: str([value])[1:-1].replace("'", '"') for name, value in changed.items()}
-
-    def __str__(self) -> str:
-        named = ", ".join(f"{name}={value}" for name, value in self.settings().items())
-        return f"{named}; {self.variant}" if self.variant else named
-
-
-def ways(
-    variants: Sequence[str], accumulate: Sequence[int], several_hosts: bool, lossy: bool
-) -> Iterator[WayToTrain]:
-    """Returns all ways that may be the fastest. State goes to the host only at stage 3; only ways
-    over several hosts are quantized."""
-    layouts: list[dict[str, PyTree]] = [{"stage": stage} for stage in STAGES]
-    layouts += [{"offload": (OPT_STATE,)}, {"offload": (OPT_STATE, PARAMS)}]
-    if several_hosts:
-        layouts += [{"groups": HSDP}, {"groups": AMSP}, {"regather": GPU_AXIS}]
-        codes = itertools.product(LOSSY * lossy, (True, GPU_AXIS))
-        layouts += [{"gather": g, "reduce": r, "regather": axis} for (g, r), axis in codes]
-    for variant, count, layout in itertools.product(variants, accumulate, layouts):
-        yield (way := WayToTrain(variant, accumulate=count, **layout))
-        if count > 1 and way.stage == 3:
-            yield dataclasses.replace(way, order=LAYERS)
-
-
-def sent(way: WayToTrain, weights: float, grads: float, parameters: float) -> tuple[float, float]:
-    """Returns the bytes that a GPU sends in a step inside its host, and to other hosts if each had
-    one GPU. `weights` are the bytes of one gather, `grads` those of one reduction."""
-    gather, reduce = weights * QUANTIZED[way.gather], grads * QUANTIZED[way.reduce]
-    inside = way.rounds * (2 * gather + grads)
-    if way.groups == HSDP:
-        return inside, 2 * grads
-    if way.groups == AMSP:
-        return inside, weights + grads
-    if way.stage < 3:
-        once = grads * (way.rounds if way.stage == 2 else 1)
-        total = 2 * grads if way.stage == 0 else once + parameters
-        return total, total
-    # A node that keeps weights gets them once a step.
-    gathers = 1 if way.regather == GPU_AXIS else 2 * way.rounds
-    return inside, gathers * gather + way.rounds * reduce
-
-
-# -- the choice
 
 
 @dataclasses.dataclass(frozen=True)
