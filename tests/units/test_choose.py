@@ -32,3 +32,27 @@ BOTH = 2 * WEIGHTS + GRADS
 )
 def test_bytes_sent_are_those_of_the_guide(way, inside, between):
     assert _ways.sent(way, WEIGHTS, GRADS, PARAMETERS) == pytest.approx((inside, between))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rest", "most", "apart", "gathered"),
+    [
+        ({"data": 16, "expert": 4}, "data", 8, [(32, 2), (8, 8)], {"data": 64}),
+        ({"data": 4, "expert": 16}, "data", 8, [(32, 2), (16, 4), (8, 8)], {"data": 64}),
+        ({"data": 3, "expert": 2}, "data", 6, [], {"data": 6}),
+        ({"expert": 8}, "data", 8, [(4, 2), (2, 4)], {"data": 8}),
+    ],
+)
+def test_experts_are_apart_over_what_divides_them_and_the_devices(
+    mesh, rest, most, apart, gathered
+):
+    *others, last = map(dict, _ways.with_experts(mesh, rest, "expert", 16, most))
+    assert [dict(one["mesh"]) for one in others] == [{"data": n, "expert": k} for n, k in apart]
+    assert (dict(last["mesh"]), last["experts"]) == (gathered, None)
+
+
+def test_other_axes_keep_their_sizes_and_places():
+    mesh = {"replica": 2, "data": 2, "expert": 2, "tensor": 2}
+    four, gathered = map(dict, _ways.with_experts(mesh, "data", "expert", 12, 4))
+    assert four["mesh"] == (("replica", 2), ("data", 1), ("expert", 4), ("tensor", 2))
+    assert gathered["mesh"] == (("replica", 2), ("data", 4), ("tensor", 2))

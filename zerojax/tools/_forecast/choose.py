@@ -12,6 +12,7 @@ import numpy as np
 
 from zerojax import aot
 from zerojax._declared import Options, option, takes
+from zerojax._plan.expert import Experts
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import StateOptions
@@ -42,6 +43,7 @@ from zerojax.tools._forecast.ways import (
     WayToTrain,
     sent,
     ways,
+    with_experts,
 )
 from zerojax.tools._hlo.gpus import Gpu
 
@@ -52,7 +54,7 @@ FASTER = 0.99  # of a time: ways that may take less are compiled, quantized ones
 SETTING = 1e-3  # of a step's time: what a setting must gain
 ROUGHLY = 1.1  # the error of memory by the plan: ways that need more of the GPU are not compiled
 CODING = 0.03  # of compute: what encoding and decoding add, of 7.5B on 64 H100s
-WORDED = ("mesh", "axis", "sequence", "precision", "accumulate", "schedule")  # in their own words
+WORDED = ("mesh", "axis", "sequence", "experts", "precision", "accumulate", "schedule")
 OBJECT = re.compile(r"\w\(|<")  # in the text of a value
 
 
@@ -108,7 +110,7 @@ class Choice(Printed):
     def compiled(self) -> list[Tried]:
         """The ways that were compiled, those that fit first, the fastest before the others."""
         compiled = [one for one in self.tried if one.case is not None]
-        return sorted(compiled, key=lambda one: (not one.case.fits, _seconds(one.case)))
+        return sorted(compiled, key=lambda one: _rank(one.case))
 
     @property
     def best(self) -> Tried | None:
@@ -139,6 +141,9 @@ class Choice(Printed):
             state.append(f"axis={axis!r}".replace("'", '"'))
         if options.split:
             state.append(f"sequence=zerojax.{options.split!r}")
+        if options.experts:
+            module = "zerojax." * isinstance(options.experts, Experts)
+            state.append(f"experts={module}{options.experts!r}")
         if options.precision is not None:
             state.append(f"precision=zerojax.{options.precision}")
         state += _as_python(options, StateOptions)
@@ -233,7 +238,9 @@ def choose(
 
     A loss that names an axis, as "data" too, cannot train with options that need an axis of hosts
     and one of their GPUs: pass `axis`. With `sequence` or `mesh`, no option needs these, unless
-    `axis=("node", "gpu")` of the mesh.
+    `axis=("node", "gpu")` of the mesh. With `experts`, it also compiles a step that gathers these,
+    on a mesh without their axis, and one where that axis has another size; where the loss or
+    `overrides` name that axis, compare them by `zerojax.forecast`.
 
     Arguments:
         loss_fn, make_state, batch: as for `zerojax.forecast`; of several losses, such as a model
@@ -273,6 +280,11 @@ def _seconds(case: Case) -> float:
     return math.inf if case.step_seconds is None else case.step_seconds
 
 
+def _rank(case: Case) -> tuple[bool, float]:
+    """Orders cases: those that fit first, the fastest before the others."""
+    return not case.fits, _seconds(case)
+
+
 class Search:
     """Ranks all ways by the time that they take at least, and compiles those that may be the
     fastest."""
@@ -294,9 +306,7 @@ class Search:
 
     def run(self, lossy: bool) -> tuple[Tried, ...]:
         losses = list(self.work.losses)
-        if (
-            self.levels
-        ):  # a loss that names one axis raises on a mesh of two, before anything compiles
+        if self.levels:  # a loss that names one axis raises on two, before anything compiles
             plan, work = self.plan_of(WayToTrain(groups=HSDP)), self.work
             arguments = [aot.batch(one, plan) for one in (work.batch, work.rng) if one is not None]
             work.step(losses[0], plan)._without_options.trace(plan.abstract(), *arguments)
@@ -312,9 +322,43 @@ class Search:
         every = (way for way in every if way.stage == 3 or self.devices > 1)
         for variant in losses:
             self.case(WayToTrain(variant))
+        others = self.with_experts()
+        best = self.fastest.instead
+        every = [dataclasses.replace(way, instead=best) for way in every]
+        every = dict.fromkeys([*every, *self.compiled, *others])
         ranked = sorted(map(self.estimated, every), key=lambda one: one.rank)
-        self.compile_best(ranked)
+        self.compile_best([one for one in ranked if one.way.instead == best])
         return tuple(dataclasses.replace(one, case=self.compiled.get(one.way)) for one in ranked)
+
+    @property
+    def fastest(self) -> WayToTrain:
+        """The fastest way so far that fits, or of all, if none does."""
+        return min(self.compiled, key=lambda way: _rank(self.compiled[way]))
+
+    @property
+    def to_beat(self) -> float:
+        """The time of the fastest way so far that fits."""
+        case = self.compiled[self.fastest]
+        return _seconds(case) if case.fits else math.inf
+
+    def with_experts(self) -> list[WayToTrain]:
+        """Returns the fastest way so far with experts gathered, and apart over other numbers of
+        devices. Compiles that with the most devices and the gathered one, if they may be faster."""
+        plan, variant = self.plan_of(WayToTrain()), self.fastest.variant
+        if plan.experts is None:
+            return []
+        axis, names = plan.experts.axis, (*reversed(plan._splits.rows), DEFAULT_AXIS, GPU_AXIS)
+        rest = next(name for name in names if name != axis)
+        counts = [leaf.shape[leaf.experts] for leaf in plan.params if leaf.experts is not None]
+        every = with_experts(plan.mesh.shape, rest, axis, math.gcd(*counts), self.on_host)
+        others = [WayToTrain(variant, instead=one) for one in every]
+        # Along n devices, 1 / n of the weights is gathered, and 1 - 1 / n of the rows travels,
+        # whose bytes only a trace knows: the fewest are along many devices, or along none.
+        for way in others[-2:]:
+            may_be_faster = self.estimated(way).sent < FASTER * self.to_beat
+            if may_be_faster and len(self.compiled) < MOST_COMPILED:
+                self.case(way)
+        return others
 
     def compile_best(self, ranked: Sequence[Tried]) -> None:
         """Compiles the best ways of each kind that fit by the plan, while they may be faster than
@@ -328,9 +372,7 @@ class Search:
             kind = [x for x in fit if x.way.is_exact == exact and x.way not in in_vain]
             families = grouped(kind, lambda one: dataclasses.replace(one.way, **plain))
             for family in itertools.islice(families.values(), most):
-                fits = (case for case in self.compiled.values() if case.fits)
-                fastest = min(map(_seconds, fits), default=math.inf)
-                peak = math.inf if family[0].estimate < FASTER * fastest else 0
+                peak = math.inf if family[0].estimate < FASTER * self.to_beat else 0
                 for one in family:  # the next one needs less memory, until one fits
                     if one.peak < peak and len(self.compiled) < MOST_COMPILED:
                         peak = 0 if self.case(one.way).fits else 0.9 * one.peak
@@ -348,21 +390,29 @@ class Search:
         return self.compiled[way]
 
     def plan_of(self, way: WayToTrain) -> Plan:
-        return self.planned(WayToTrain(stage=way.stage, groups=way.groups, offload=way.offload))
+        placed = {name: getattr(way, name) for name in (*PLACED, "instead")}
+        return self.planned(WayToTrain(**placed))
 
     def estimated(self, way: WayToTrain) -> Tried:
-        """Returns the least that a way takes, by the step of its loss at stage 3 over all GPUs."""
-        first = self.case(WayToTrain(way.variant))
+        """Returns the least that a way takes, by the step of its loss at stage 3 over all GPUs;
+        where that is not compiled on its mesh, by the one on the user's."""
+        usual = WayToTrain(way.variant, instead=way.instead)
+        usual = usual if usual in self.compiled else WayToTrain(way.variant)
+        first = self.case(usual)
         assert first.report is not None, "it was compiled here"
         if first.unread:
             raise ValueError(f"choose has no times to compare: {first.unread}")
-        plan, at_stage_3 = self.plan_of(way), self.plan_of(WayToTrain())
+        plan, at_stage_3 = self.plan_of(way), self.plan_of(usual)
         ours = [one for one in first.report.traffic if is_ours(one, at_stage_3)]
         totals = summed((one.kind, one.total_bytes) for one in ours)
         gathered = first.report.memory.gathered
         weights, grads = totals.get("all-gather", 0) / 2, totals.get("reduce-scatter", 0)
-        whole = sum(leaf.bytes_at(leaf.update.over(()), plan.mesh) for leaf in plan.params)
-        inside, between = sent(way, weights, grads, whole)
+        whole, of_usual = (
+            sum(leaf.bytes_at(leaf.update.over(()), one.mesh) for leaf in one.params)
+            for one in (plan, at_stage_3)
+        )
+        share = whole / of_usual
+        inside, between = sent(way, share * weights, share * grads, whole)
         # A ring through all hosts leaves each of them by all of its network cards.
         between *= 1 / self.local if self.hosts > 1 else 0
         wires = max(inside / self.rates.between(self.local), between / self.rates.network)

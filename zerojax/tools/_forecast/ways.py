@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, PARAMS
@@ -19,11 +19,13 @@ AMSP = (("params", GPU_AXIS), ("grads", GPU_AXIS), ("opt_state", (GPU_AXIS, NODE
 LOSSY = (("int8", None), ("int8", "int8"), ("int8", "int4"))
 PLACED = ("stage", "groups", "offload")  # arguments of `shard_train_state`
 SCHEDULED = ("order", "regather")  # those of its `Schedule`
+Instead = tuple[tuple[str, tuple[tuple[str, int], ...] | None], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class WayToTrain:
-    """Arguments of `shard_train_state` and `train_step`; `variant` is one of several losses."""
+    """Arguments of `shard_train_state` and `train_step`; `variant` is one of several losses.
+    `instead` are options in place of the user's."""
 
     variant: str = ""
     stage: int = 3
@@ -34,6 +36,7 @@ class WayToTrain:
     regather: bool | str = True
     gather: str | None = None
     reduce: str | None = None
+    instead: Instead = ()
 
     @property
     def is_exact(self) -> bool:
@@ -52,6 +55,10 @@ class WayToTrain:
         at_once = self.offload or self.stage in (1, 2) or self.groups == AMSP
         return self.accumulate > 1 or not at_once
 
+    @property
+    def replaced(self) -> dict[str, PyTree]:
+        return {name: value and dict(value) for name, value in self.instead}
+
     def on(self, options: WorkOptions) -> WorkOptions:
         """Returns the options of a step that trains so."""
         precision = options.precision
@@ -61,6 +68,7 @@ class WayToTrain:
             precision = dataclasses.replace(precision, gather=self.gather, reduce=reduce)
         return dataclasses.replace(
             options,
+            **self.replaced,
             groups=self.groups and dict(self.groups),
             offload=self.offload or None,
             precision=precision,
@@ -70,12 +78,13 @@ class WayToTrain:
     def settings(self) -> dict[str, str]:
         """Returns its arguments that are not the defaults, and its stage, as Python."""
         usual = dataclasses.asdict(WayToTrain(self.variant))
-        fields = {name: getattr(self, name) for name in usual if name != "variant"}
+        fields = {name: getattr(self, name) for name in usual if name not in ("variant", "instead")}
         changed = {k: v for k, v in fields.items() if k == "stage" or v != usual[k]}
         if self.groups is not None:  # which say what the stage does
             del changed["stage"]
             changed["groups"] = dict(self.groups)
-        return {name: str([value])[1:-1].replace("'", '"') for name, value in changed.items()}
+        texts = (changed | self.replaced).items()
+        return {name: str([value])[1:-1].replace("'", '"') for name, value in texts}
 
     def __str__(self) -> str:
         named = ", ".join(f"{name}={value}" for name, value in self.settings().items())
@@ -97,6 +106,20 @@ def ways(
         yield (way := WayToTrain(variant, accumulate=count, **layout))
         if count > 1 and way.stage == 3:
             yield dataclasses.replace(way, order=LAYERS)
+
+
+def with_experts(
+    mesh: Mapping[str, int], rest: str, apart: str, experts: int, most: int
+) -> Iterator[Instead]:
+    """Returns options with which each of 2 to `most` devices along the axis `apart` has as many
+    experts, and last those that gather experts. The axis `rest` has the other devices."""
+    mesh = ({} if rest in mesh else {rest: 1}) | {**mesh}
+    count = mesh[rest] * mesh[apart]
+    for size in range(2, most + 1):
+        if size != mesh[apart] and count % size == experts % size == 0:
+            yield (("mesh", (*(mesh | {rest: count // size, apart: size}).items(),)),)
+    del mesh[apart]
+    yield ("mesh", (*(mesh | {rest: count}).items(),)), ("experts", None)
 
 
 def sent(way: WayToTrain, weights: float, grads: float, parameters: float) -> tuple[float, float]:
