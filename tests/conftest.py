@@ -1,6 +1,7 @@
 """Every test runs on 8 emulated CPU devices, and fails rather than skips without them."""
 
 import atexit
+import collections
 import gc
 import importlib.metadata
 import importlib.util
@@ -98,6 +99,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         missing = pytest.mark.skip(reason="compiling for TPUs needs libtpu: make tpu-code")
         for item in (item for item in items if item.get_closest_marker("tpu_code")):
             item.add_marker(missing)
+    if config.args == config.getini("testpaths"):  # of files that are named, all cases run
+        mark_other_end(items)
+
+
+# Nearly all time goes into compiling. Tests here that have several cases leave half of them to the
+# other end of the JAX versions: CI runs both ends.
+ALTERNATING = (
+    "audit engine loss plan step update verify test_families test_pairs test_readme test_replay "
+    "test_steps test_stream test_wrong_types"
+)
+
+
+def mark_other_end(items: list[pytest.Item]) -> None:
+    cases = collections.defaultdict(list)
+    for item in items:
+        part = item.nodeid.split("/")[1].partition(".")[0]
+        others = any(map(item.get_closest_marker, ("slow", "ci", "gpu_code", "skipif")))
+        if "[" in item.nodeid and part in ALTERNATING.split() and not others:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for alike in cases.values():
+        for number, item in enumerate(alike):
+            # 0 1 1 0 1 0 0 1: in a product of parameters, no level stays with one end.
+            if number.bit_count() % 2 == OLDEST and len(alike) > 1:
+                item.add_marker(pytest.mark.other_end)
 
 
 def without_skips(report, config: pytest.Config):
