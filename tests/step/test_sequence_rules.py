@@ -137,7 +137,7 @@ def trained(case, length, **options):
     )
     params = plan.place({"params": {"w": WEIGHTS}})["params"]
     step = jax.jit(zerojax.value_and_grad(loss, plan))
-    return step, params, batch, jax.value_and_grad(loss)
+    return step, params, batch, jax.jit(jax.value_and_grad(loss))
 
 
 @pytest.mark.parametrize("length", [14, 16])
