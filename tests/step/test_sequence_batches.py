@@ -195,7 +195,7 @@ def test_verify_and_gradients_alone_see_whole_sequences(name):
     assert report.ok, str(report)
     graded = jax.jit(zerojax.value_and_grad(loss, state.tx.plan, has_aux=True))
     (value, aux), grads = graded(state.params, batch)
-    wanted, wanted_grads = jax.value_and_grad(lambda p: loss(p, batch)[0])(PARAMS)
+    wanted, wanted_grads = jax.jit(jax.value_and_grad(lambda p: loss(p, batch)[0]))(PARAMS)
     assert float(value) == pytest.approx(float(wanted), rel=1e-6)
     assert aux["errors"].shape == (8, 18)
     assert_close(grads, wanted_grads, 1e-5)
@@ -229,7 +229,7 @@ def test_aux_by_token_is_whole_in_any_order(how):
     step = zerojax.train_step(deep, accumulate=2, schedule=schedule, donate=False)
     for tokens in (16, 18):
         batch = {**batch_of(8, tokens), "x": DRAWN.normal(size=(8, tokens, 16)).astype("f")}
-        (value, aux), grads = jax.value_and_grad(deep, has_aux=True)(params, batch)
+        (value, aux), grads = jax.jit(jax.value_and_grad(deep, has_aux=True))(params, batch)
         new, metrics = step(state, batch)
         assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
         np.testing.assert_allclose(metrics["aux"]["x"], aux["x"], atol=1e-6)
@@ -287,4 +287,4 @@ def test_what_fills_the_last_block_has_a_derivative():
     of_norms = lambda params, x: jnp.mean(jnp.linalg.norm(x @ params["w"], axis=-1))
     x, state = batch_of(tokens=18)["x"], placed()
     grads = jax.jit(zerojax.value_and_grad(of_norms, state.tx.plan))(state.params, x)[1]
-    assert_close(grads, jax.grad(of_norms)(PARAMS, x), 1e-5)
+    assert_close(grads, jax.jit(jax.grad(of_norms))(PARAMS, x), 1e-5)
