@@ -215,6 +215,28 @@ def test_each_layer_that_repeats_counts():
     assert (metrics["expert_load"], metrics["expert_overflows"]) == (4, 2)
 
 
+@pytest.mark.parametrize(("share", "warns"), [(1.01, True), (2.01, False)])
+def test_rows_that_overflow_in_every_step_are_warned_of_once(share, warns, recwarn):
+    def mixture(params, x):
+        return sorted_rows(params, x, jnp.arange(x.size // DIM) // 3 % 4)  # half of a device's each
+
+    experts = zerojax.Experts("expert", "experts", room=share)
+    state, x = state_of(make_params(), **APART | {"experts": experts}), batch()
+    step = zerojax.train_step(loss_of(mixture))
+    compiled = step.compile(state, x)
+    donated = jax.jit(lambda metrics: metrics, donate_argnums=0)
+    for number in range(66):
+        state, metrics = (step if number % 2 else compiled)(state, x)
+        assert metrics["expert_load"] == 2
+        assert number > 22 or not recwarn
+        if number == 3:
+            donated(metrics)  # the next 20 steps count
+    texts = [str(each.message) for each in recwarn]
+    assert len(texts) == warns
+    room = "experts=zerojax.Experts('expert', 'experts', room=2)"
+    assert all("rows overflowed" in text and room in text for text in texts)
+
+
 @jax.custom_vjp
 def scaled_tanh(x, scale):
     return jnp.tanh(x) * scale

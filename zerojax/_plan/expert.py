@@ -5,9 +5,16 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+import jax
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
+from zerojax import _compat
 from zerojax._state.state import finds
+from zerojax._types import PyTree
+from zerojax._warn import warn
+
+STEPS = 20  # that must overflow, each of them, before a warning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,3 +106,32 @@ def as_experts(experts: object) -> Experts | None:
         "experts={'expert': 'experts'} and mesh=zerojax.mesh(data=4, expert=2), say, or a "
         "zerojax.Experts."
     )
+
+
+# The loads and overflows of up to `STEPS` steps; None where a warning was.
+_RECENT: dict[Experts, list[tuple[jax.Array, jax.Array]] | None] = {}
+
+
+def watch(experts: Experts, metrics: Mapping[str, PyTree]) -> None:
+    """Warns once if rows overflow in every step. It reads only what is computed: no step waits."""
+    recent = _RECENT.setdefault(experts, [])
+    load, overflows = map(metrics.get, ("expert_load", "expert_overflows"))
+    if recent is None or load is None or overflows is None or isinstance(load, Tracer):
+        return
+    if len(recent) < STEPS:
+        recent.append((load, overflows))
+    values = [value for pair in recent for value in pair]
+    if any(value.is_deleted() for value in values):  # users may donate metrics
+        recent.clear()
+    elif len(recent) == STEPS and all(map(_compat.is_ready, values)):
+        loads, counts = zip(*jax.device_get(recent), strict=True)
+        recent.clear()
+        room = math.ceil(100 * float(max(loads)) - 1e-3) / 100  # of float32
+        if min(counts) > 0 and room > experts.room:
+            _RECENT[experts] = None
+            warn(
+                f"experts over {experts.axis!r}: rows overflowed their rooms in each of the last "
+                f"{STEPS} steps, which costs a further round each time. room={room:g} would hold "
+                f"them: experts=zerojax.Experts({experts.axis!r}, {experts.pattern!r}, "
+                f"room={room:g}). Or balance the router."
+            )

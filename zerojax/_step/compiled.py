@@ -19,7 +19,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 
 from zerojax._loss import arguments as _arguments
-from zerojax._plan import move as _move, padding as _padding
+from zerojax._plan import expert as _expert, move as _move, padding as _padding
 from zerojax._plan.plan import Plan
 from zerojax._run import programs as _programs
 from zerojax._run.agreement import Known
@@ -106,7 +106,7 @@ class CompiledStep:
 
 def at_rest(results: PyTree, plan: Plan | None) -> PyTree:
     """Returns `(state, metrics)` where each array of the state says that it is where it is, and
-    padded ones are known.
+    padded ones are known. Watches how experts fill their rooms.
 
     On meshes with Auto and Explicit axes, JAX says "device" of arrays that are in host memory.
     """
@@ -124,6 +124,8 @@ def at_rest(results: PyTree, plan: Plan | None) -> PyTree:
         leaves, treedef = jax.tree.flatten(state)
         state = treedef.unflatten(map(named, leaves, plan._shardings))
     _padding.remember_state(state, plan)
+    if plan.experts:
+        _expert.watch(plan.experts, *metrics)
     return state, *metrics
 
 
