@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.typing import ArrayLike
@@ -40,11 +40,19 @@ from zerojax._passes.trips import ROWS, TRIPS, Leg, Trip
 from zerojax._table import human_bytes
 
 
-def keep_experts(loss: Loss, axis: str, size: int, dims: Sequence[int | None], room: float) -> Loss:
+def keep_experts(
+    loss: Loss,
+    axis: str,
+    size: int,
+    dims: Sequence[int | None],
+    room: float,
+    axes: Sequence[str],
+) -> Loss:
     """Returns a loss of which each device of a mesh axis has its block of the experts.
 
     `dims` says which dimension of each parameter counts experts; None has none. The last block may
     end with experts that do not count. Sorted rows have `room` times an equal share of a device's.
+    The metrics have the fullest room of the devices along `axes`.
     """
     runner, params = Keeper(Axis(axis, size), room), len(loss.params)
     variables, metrics = loss.jaxpr.invars, list[str]()
@@ -63,7 +71,10 @@ def keep_experts(loss: Loss, axis: str, size: int, dims: Sequence[int | None], r
         results = [
             runner.array(v, None, loss.jaxpr.eqns[-1]) for v in outs[: len(outs) - len(loads)]
         ]
-        return [*results, *(_worst(jnp.stack([v.array for v in loads])) if loads else ())]
+        if not loads:
+            return results
+        load, overflows = _worst(jnp.stack([v.array for v in loads]))
+        return [*results, lax.pmax(lax.stop_gradient(load), tuple(axes)), overflows]
 
     result = loss.retraced(code, *types)
     names = (*loss.metrics, *metrics)

@@ -41,7 +41,8 @@ def rewritten(
         passes.append(with_counts_first)
     if (who := plan.experts) and (size := plan.mesh.shape[who.axis]) > 1:
         apart = [leaf.experts for leaf in plan.params]
-        passes.append(lambda loss: keep_experts(loss, who.axis, size, apart, who.room))
+        kept = who.axis, size, apart, who.room, plan.batch_axes
+        passes.append(lambda loss: keep_experts(loss, *kept))
     if may_roll(loss, schedule.roll, is_sharded):
         passes.append(lambda loss: roll(loss, codecs, schedule.roll, is_sharded))
     if options.is_layered:
