@@ -237,6 +237,18 @@ def test_rows_that_overflow_in_every_step_are_warned_of_once(share, warns, recwa
     assert all("rows overflowed" in text and room in text for text in texts)
 
 
+def test_a_masked_mean_of_sorted_rows_is_verified():
+    def loss(params, x):
+        layer = jax.checkpoint(lambda x, p: (jnp.tanh(x + sorted_rows(p, x)), None))
+        y, _ = jax.lax.scan(layer, x, params)
+        return zerojax.mean((y**2).mean(-1), where=x[..., 0] > x[..., 1])
+
+    params = jax.tree.map(lambda w: jnp.stack([w, w / 2]), make_params())
+    step, state = zerojax.train_step(loss, accumulate=2), state_of(params, **APART)
+    result = zerojax.verify(step, state, batch(16))
+    assert result.ok, str(result)
+
+
 @jax.custom_vjp
 def scaled_tanh(x, scale):
     return jnp.tanh(x) * scale

@@ -1,18 +1,20 @@
 """A step replayed on one device: loss and gradients of the parts of the batch that a mesh would
 see, one by one, and the new state; and the step's own results beside them."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr
 from jax.extend.random import define_prng_impl
+from jax.interpreters import batching
 from jax.sharding import AbstractMesh, AxisType
 from jax.typing import DTypeLike
 
@@ -46,7 +48,7 @@ WEIGHTS_NOISE, GRADIENTS_NOISE = 10, 4
 # How far apart codes of two numbers that are nearly the same may be. Of those that a table shows
 # decoded, only the copies on devices count.
 CODES_APART = {CORRECTION: 254, CODED: 3, SCALES: 1}
-MICROBATCH_AXIS = "zerojax_microbatches"
+MICROBATCH_AXIS, RAGGED = "zerojax_microbatches", "ragged_dot_general"
 
 Inputs: TypeAlias = dict[int, jax.Array]  # of a traced loss, by their positions
 # Into how many parts a batch is split: over the axes of a mesh, and over microbatches, which are an
@@ -231,7 +233,7 @@ class Reference:
         run = jax.jit(functools.partial(run, mean_loss, split, differentiate))
         # The types of arrays that were traced for a mesh name that mesh, or one replayed earlier
         # (JAX caches inner calls). Arrays of two meshes cannot be added.
-        with working(doing):
+        with working(doing), _ragged_dots_in_turn(traced.jaxpr):
             losses, aux, grads = self.moved(run(floats, same, parts))
         if grads is not None:
             each = enumerate(values)
@@ -319,6 +321,24 @@ def _all_at_once(
     (_, (losses, aux)), grads = _with_gradients(total, differentiate)(floats, same, parts)
     aux = [a.reshape(-1, *a.shape[len(sizes) :]) for a in aux]
     return losses.reshape(-1), aux, grads
+
+
+@contextlib.contextmanager
+def _ragged_dots_in_turn(jaxpr: Jaxpr) -> Generator[None]:
+    """Has `jax.vmap` run each `ragged_dot` in turn: of weights that are not mapped, JAX cannot."""
+    rules, eqns = batching.fancy_primitive_batchers, _compat.every_eqn(jaxpr)
+    old = {e.primitive: rules[e.primitive] for e in eqns if e.primitive.name == RAGGED}
+    rules.update({dot: functools.partial(_in_turn, dot) for dot in old})
+    try:
+        yield
+    finally:
+        rules.update(old)
+
+
+def _in_turn(dot: Any, _: PyTree, values: PyTree, dims: PyTree, **params: PyTree) -> PyTree:
+    pairs, whole = enumerate(zip(values, dims, strict=True)), dict(enumerate(values))
+    parts = {k: jnp.moveaxis(x, d, 0) for k, (x, d) in pairs if d is not None}
+    return jax.lax.map(lambda x: dot.bind(*(whole | x).values(), **params), parts), 0
 
 
 def _with_gradients(function: Callable[..., PyTree], differentiate: bool) -> Callable[..., PyTree]:
