@@ -61,7 +61,7 @@ assert "sharded: nothing" in str(plan)
 """
 SAID = (
     r"[wv] has the shape \(257, 5\) and is stored padded as \(258, 5\), because 6 devices do not "
-    r"divide it \(1 more array is padded too\).*zerojax\.unpad\(state\), or .*pad=False",
+    r"divide 257 \(1 more array is padded too\).*zerojax\.unpad\(state\), or .*pad=False",
     r"param='bfloat16'\) without master= rounds .*master='float32', .* FSDP2's .* does: "
     r"Precision\(compute='bfloat16'",
     r"one cpu device, so a stage shards nothing.*'jax_num_cpu_devices', 8\).*mesh=",

@@ -16,6 +16,7 @@ import zerojax
 import zerojax.nnx
 from tests.support import mixture
 from tests.support.reference import assert_close, assert_equal_bits, train_state
+from zerojax._plan import padding
 from zerojax.checkpoint import export_safetensors
 
 KEPT = {"expert": "experts"}
@@ -229,8 +230,11 @@ def test_a_module_shows_its_experts_whole():
     assert up.get_raw_value().addressable_shards[0].data.shape == (4, 11, 5)
 
 
-def test_a_plan_says_where_experts_are(capsys):
-    plan = placed("odd", "4x2", 3).tx.plan
+def test_a_plan_says_where_experts_are(capsys, monkeypatch):
+    monkeypatch.setattr(padding, "_WARNED", [])
+    why = "because 2 devices do not divide 7 and 4 devices do not divide 19"
+    with pytest.warns(UserWarning, match=why):
+        plan = placed("odd", "4x2", 3).tx.plan
     assert "; experts over expert" in str(plan)
     assert "[8, 11, 20]  (expert, ·, data)" in str(plan)
     plan.show("params/layers/experts/up")

@@ -28,6 +28,7 @@ from zerojax._jaxprs import is_var
 from zerojax._kernel.places import LeafPlan
 from zerojax._plan import move as _move
 from zerojax._plan.layout import Layout
+from zerojax._specs import axes_size, names_in
 from zerojax._state import carried as _carried, state as _state
 from zerojax._types import PyTree, Shape
 from zerojax._warn import warn
@@ -164,9 +165,12 @@ def warn_of_padding(state: PyTree, plan: Layout) -> None:
     _WARNED.append(leaf.path)
     others = f" ({more} more array{'s are' if more > 1 else ' is'} padded too)" if more else ""
     arguments = "state" if _has_plan(state) else "state, plan"
+    dims = zip(leaf.shape, leaf.padded_shape, leaf.update.spec, strict=False)
+    splits = ((n, names_in([entry])) for n, long, entry in dims if n != long)
+    why = [f"{axes_size(plan.mesh, [*axes])} devices do not divide {n}" for n, axes in splits]
     warn(
         f"{leaf.path} has the shape {leaf.shape} and is stored padded as {leaf.padded_shape}, "
-        f"because {plan.size} devices do not divide it{others}. Steps, checkpoints and "
+        f"because {' and '.join(why)}{others}. Steps, checkpoints and "
         "gather_params show its own shape. If you apply the model yourself, take the parameters "
         f"from zerojax.unpad({arguments}), or place the state with pad=False."
     )
