@@ -159,12 +159,10 @@ class Keeper(BlockRunner):
         return value in self.same or bool(value.at) or not isinstance(value.array, Tracer)
 
     def results(self, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
+        """Returns what an equation makes of values, some of which may be in a trip."""
         name = eqn.primitive.name
-        is_inlined = name in _compat.CALLS and not str(eqn.params.get("name")).startswith(
-            "zerojax_"
-        )
         is_same = all(map(self.is_same, operands)) and not _compat.names_an_axis(eqn)
-        if not is_inlined and not is_same:
+        if not _is_inlined(eqn) and not is_same:
             if any(v in self.away or self.natural(v) for v in operands):
                 if (results := self.joined(eqn, operands)) is not None:
                     return results
@@ -177,9 +175,14 @@ class Keeper(BlockRunner):
             scans = name == "scan" and _scans_experts(eqn, operands)
             if name not in DESCENDED or is_own_way or scans:
                 operands = [self.gathered(v, eqn) for v in operands]
+        return self.ran(eqn, operands, is_same)
+
+    def ran(self, eqn: JaxprEqn, operands: list[Tracked], is_same: bool) -> list[Tracked]:
+        """Runs an equation on this device, on its experts where these suffice."""
+        name = eqn.primitive.name
         # A rule of a user's may be linear in nothing, and runs as it is wherever it can.
         is_rule = name in ("custom_jvp_call", "custom_vjp_call")
-        runs_whole = is_rule or (name in self.control and not is_inlined and not is_same)
+        runs_whole = is_rule or (name in self.control and not _is_inlined(eqn) and not is_same)
         if runs_whole and not any(map(self.natural, operands)):
             results = self.whole(eqn, operands)
             self.same.update(results if is_same else ())
@@ -303,6 +306,11 @@ class Keeper(BlockRunner):
             return places
         before = self.before(eqn, out)
         return before and [at or new for at, new in zip(places, before, strict=True)]
+
+
+def _is_inlined(eqn: JaxprEqn) -> bool:
+    is_ours = str(eqn.params.get("name")).startswith("zerojax_")
+    return eqn.primitive.name in _compat.CALLS and not is_ours
 
 
 def _scans_experts(eqn: JaxprEqn, operands: Sequence[Tracked]) -> bool:
