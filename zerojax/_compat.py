@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import backend, core as jex_core
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.interpreters import partial_eval
+from jax.interpreters import batching, partial_eval
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
@@ -227,11 +227,7 @@ def run_jaxpr(jaxpr: Jaxpr, args: Sequence[ArrayLike]) -> list[Array]:
 
 
 def bind(eqn: JaxprEqn, values: Sequence[ArrayLike]) -> list[Array]:
-    """Runs one equation on `values`, keeping its name scope, source line and context.
-
-    JAX's own evaluator does that bookkeeping; giving it a jaxpr of one equation needs no
-    private module.
-    """
+    """Runs one equation on `values`. JAX's evaluator keeps its name scope, line and context."""
     # A variable that an equation reads twice may have two values, where they are parts.
     invars = [v if isinstance(v, Literal) else fresh(v) for v in eqn.invars]
     inputs = {v: x for v, x in zip(invars, values, strict=True) if not isinstance(v, Literal)}
@@ -455,6 +451,10 @@ def stored(value: Array) -> Array:
 
 # Whether a jitted function raises for a deleted array. Before, XLA crashes on several devices.
 REFUSES_DELETED = jax.__version_info__ >= (0, 12)
+
+
+# How `jax.vmap` runs primitives whose rules see all that is mapped.
+VMAP_RULES = batching.fancy_primitive_batchers
 
 
 def is_mapped(value: object) -> bool:

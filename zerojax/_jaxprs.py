@@ -42,6 +42,7 @@ LINEAR = MOVING | primitives("""
 add add_any convert_element_type copy cumsum neg optimization_barrier pcast psum psum_invariant
 pvary reduce_sum stop_gradient sub
 """)
+RAGGED = "ragged_dot_general"
 
 
 class HasOutputs(_compat.HasEffects, Protocol):

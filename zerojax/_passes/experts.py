@@ -23,7 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxprs import type_of
+from zerojax._jaxprs import RAGGED, type_of
 from zerojax._passes.block_runner import (
     OTHERS,
     TOTALS,
@@ -34,7 +34,7 @@ from zerojax._passes.block_runner import (
 from zerojax._passes.blocks import Axis, Blocks
 from zerojax._passes.control import CONTROL
 from zerojax._passes.loss import Loss
-from zerojax._passes.rooms import RAGGED, Rooms, for_ragged
+from zerojax._passes.rooms import Rooms, for_ragged
 from zerojax._passes.sequences import rule_of
 from zerojax._passes.trips import ROWS, TRIPS, Leg, Trip
 from zerojax._table import human_bytes

@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from zerojax import _compat
-from zerojax._jaxprs import type_of, unclosed
+from zerojax._jaxprs import RAGGED, type_of, unclosed
 from zerojax._passes.block_runner import BlockRunner, Layouts, TokenRule, Tracked
 from zerojax._passes.blocks import Axis, Blocks
 from zerojax._passes.trips import ROWS, Cargo, Here, Trip
@@ -29,7 +29,6 @@ from zerojax._types import PyTree, is_float
 
 T = TypeVar("T")
 
-RAGGED = "ragged_dot_general"
 # Blocks for each expert, if all are as busy: more waste fewer rows, and copy more weights.
 BLOCKS = 4
 

@@ -14,7 +14,7 @@ from zerojax._state.state import finds
 from zerojax._types import PyTree
 from zerojax._warn import warn
 
-STEPS = 20  # that must overflow, each of them, before a warning
+WINDOW = 20  # steps that must overflow, each of them, before a warning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ def as_experts(experts: object) -> Experts | None:
     )
 
 
-# The loads and overflows of up to `STEPS` steps; None where a warning was.
+# The loads and overflows of up to `WINDOW` steps; None where a warning was.
 _RECENT: dict[Experts, list[tuple[jax.Array, jax.Array]] | None] = {}
 
 
@@ -118,12 +118,12 @@ def watch(experts: Experts, metrics: Mapping[str, PyTree]) -> None:
     load, overflows = map(metrics.get, ("expert_load", "expert_overflows"))
     if recent is None or load is None or overflows is None or isinstance(load, Tracer):
         return
-    if len(recent) < STEPS:
+    if len(recent) < WINDOW:
         recent.append((load, overflows))
     values = [value for pair in recent for value in pair]
     if any(value.is_deleted() for value in values):  # users may donate metrics
         recent.clear()
-    elif len(recent) == STEPS and all(map(_compat.is_ready, values)):
+    elif len(recent) == WINDOW and all(map(_compat.is_ready, values)):
         loads, counts = zip(*jax.device_get(recent), strict=True)
         recent.clear()
         room = math.ceil(100 * float(max(loads)) - 1e-3) / 100  # of float32
@@ -131,7 +131,7 @@ def watch(experts: Experts, metrics: Mapping[str, PyTree]) -> None:
             _RECENT[experts] = None
             warn(
                 f"experts over {experts.axis!r}: rows overflowed their rooms in each of the last "
-                f"{STEPS} steps, which costs a further round each time. room={room:g} would hold "
+                f"{WINDOW} steps, which costs a further round each time. room={room:g} would hold "
                 f"them: experts=zerojax.Experts({experts.axis!r}, {experts.pattern!r}, "
                 f"room={room:g}). Or balance the router."
             )

@@ -7,20 +7,19 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Primitive
 from jax.extend.random import define_prng_impl
-from jax.interpreters import batching
 from jax.sharding import AbstractMesh, AxisType
 from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._features import finite as _finite
-from zerojax._jaxprs import type_of
+from zerojax._jaxprs import RAGGED, type_of
 from zerojax._kernel.device import exact_share
 from zerojax._loss import batch as _batch
 from zerojax._loss.fields import has_no_mean, split_fields, with_fields
@@ -48,7 +47,7 @@ WEIGHTS_NOISE, GRADIENTS_NOISE = 10, 4
 # How far apart codes of two numbers that are nearly the same may be. Of those that a table shows
 # decoded, only the copies on devices count.
 CODES_APART = {CORRECTION: 254, CODED: 3, SCALES: 1}
-MICROBATCH_AXIS, RAGGED = "zerojax_microbatches", "ragged_dot_general"
+MICROBATCH_AXIS = "zerojax_microbatches"
 
 Inputs: TypeAlias = dict[int, jax.Array]  # of a traced loss, by their positions
 # Into how many parts a batch is split: over the axes of a mesh, and over microbatches, which are an
@@ -326,7 +325,7 @@ def _all_at_once(
 @contextlib.contextmanager
 def _ragged_dots_in_turn(jaxpr: Jaxpr) -> Generator[None]:
     """Has `jax.vmap` run each `ragged_dot` in turn: of weights that are not mapped, JAX cannot."""
-    rules, eqns = batching.fancy_primitive_batchers, _compat.every_eqn(jaxpr)
+    rules, eqns = _compat.VMAP_RULES, _compat.every_eqn(jaxpr)
     old = {e.primitive: rules[e.primitive] for e in eqns if e.primitive.name == RAGGED}
     rules.update({dot: functools.partial(_in_turn, dot) for dot in old})
     try:
@@ -335,7 +334,7 @@ def _ragged_dots_in_turn(jaxpr: Jaxpr) -> Generator[None]:
         rules.update(old)
 
 
-def _in_turn(dot: Any, _: PyTree, values: PyTree, dims: PyTree, **params: PyTree) -> PyTree:
+def _in_turn(dot: Primitive, _: PyTree, values: PyTree, dims: PyTree, **params: PyTree) -> PyTree:
     pairs, whole = enumerate(zip(values, dims, strict=True)), dict(enumerate(values))
     parts = {k: jnp.moveaxis(x, d, 0) for k, (x, d) in pairs if d is not None}
     return jax.lax.map(lambda x: dot.bind(*(whole | x).values(), **params), parts), 0
