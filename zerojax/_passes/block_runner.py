@@ -446,10 +446,12 @@ class BlockRunner:
 
 
 LISTED = "Write it in operations that docs/axes.md lists"
+HEADS_DIVIDE = (
+    "Repeat keys and values until {size} devices divide their heads, jnp.repeat(k, n, axis=2)"
+)
 REMEDIES = {
-    "dot_product_attention": (
-        "Repeat keys and values until {size} devices divide their heads, jnp.repeat(k, n, axis=2)"
-    ),
+    "dot_product_attention": HEADS_DIVIDE,
+    "pallas_call": HEADS_DIVIDE,
     "reshape": "Cut tokens into a multiple of {size} chunks",
 }
 

@@ -16,15 +16,17 @@ from zerojax._jaxprs import type_of
 from zerojax._passes.block_runner import OTHERS, BlockRunner, Received, TokenRule, Tracked
 from zerojax._passes.blocks import Axis, Blocks
 from zerojax._passes.control import CONTROL
+from zerojax._passes.kernels import KERNEL, shared
 from zerojax._passes.loss import Loss
 from zerojax._passes.mixing import CUDNNS, MIXING, fused_attention, multiplied
 from zerojax._table import human_bytes
 
 
 def rule_of(name: str, mixes: bool) -> TokenRule | None:
-    if name == "dot_general":
-        return multiplied
-    return fused_attention if name.startswith(CUDNNS) else MIXING.get(name) if mixes else None
+    if name.startswith(CUDNNS):
+        return fused_attention
+    always: dict[str, TokenRule] = {"dot_general": multiplied, KERNEL: shared}
+    return always.get(name) or (MIXING.get(name) if mixes else None)
 
 
 def split_sequences(
