@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 import zerojax
 from tests.support.compared import mesh_of
@@ -123,6 +124,79 @@ def test_a_kernel_that_cannot_be_shared_is_refused(attention, keys):
     run = zerojax.value_and_grad(loss_of(attention, keys), plan)
     with pytest.raises(ValueError, match=r"pallas_call \(.* mixes tokens.*divide their heads"):
         jax.eval_shape(run, plan.abstract()["params"], batch())
+
+
+def with_memory(x, **params: Any):
+    """Sums over rows, which go from one place of the grid to the next in scratch memory."""
+
+    def kernel(x, out, total):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            total[...] = jnp.zeros_like(total)
+
+        total[...] += x[...]
+        out[...] = total[...]
+
+    spec = pl.BlockSpec((None, TOKENS, None, DIM), lambda h, b: (b, 0, h, 0))
+    specs = {"grid": (HEADS, x.shape[0]), "in_specs": [spec], "out_specs": spec}
+    params = {"compiler_params": pltpu.CompilerParams(**params)}
+    return call(kernel, x, scratch_shapes=[pltpu.VMEM((TOKENS, DIM), "f")], **specs, **params)(x)
+
+
+def with_written_input(x):
+    def kernel(x, total, out):
+        total[...] += x[...]
+        out[...] = total[...]
+
+    spec = pl.BlockSpec((None, TOKENS, None, DIM), lambda h, b: (b, 0, h, 0))
+    whole = pl.BlockSpec((TOKENS, DIM), lambda h, b: (0, 0))
+    specs = {"grid": (HEADS, x.shape[0]), "in_specs": [spec, whole], "out_specs": spec}
+    return call(kernel, x, **specs)(x, jnp.zeros((TOKENS, DIM)))
+
+
+def with_whole_alias(x):
+    def kernel(x, out):
+        out[...] = jnp.ones_like(out)
+
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    half = pl.BlockSpec((None, TOKENS // 2, None, DIM), lambda b, h: (b, 0, h, 0))
+    specs = {"in_specs": [whole], "out_specs": half, "input_output_aliases": {0: 0}}
+    return call(kernel, x, grid=(x.shape[0], HEADS), **specs)(2 * x)
+
+
+def with_dynamic_grid(x):
+    def kernel(x, out):
+        out[...] = 2 * x[...]
+
+    spec = pl.BlockSpec((None, TOKENS, None, DIM), lambda b, h: (b, 0, h, 0))
+    rows = jnp.int32(x.shape[0]) + (x[0, 0, 0, 0] > 99)
+    return call(kernel, x, grid=(rows, HEADS), in_specs=[spec], out_specs=spec)(x)
+
+
+def loss_of_heads(kernel: Any) -> Any:
+    def loss(params, x):
+        heads = (x @ params["up"]).reshape(*x.shape[:2], HEADS, DIM)
+        return jnp.mean(heads) + jnp.mean(kernel(jax.lax.stop_gradient(heads)) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "kernel", [with_memory, with_written_input, with_whole_alias, with_dynamic_grid]
+)
+def test_a_kernel_whose_places_know_of_each_other_is_refused(kernel):
+    plan = zerojax.plan({"params": params_of()}, mesh=mesh_of({"data": 2, "sequence": 4}), **SPLIT)
+    run = zerojax.value_and_grad(loss_of_heads(kernel), plan)
+    with pytest.raises(ValueError, match=r"pallas_call .* mixes tokens.*scratch memory say which"):
+        jax.eval_shape(run, plan.abstract()["params"], batch(4))
+
+
+def test_a_kernel_says_along_which_axes_scratch_memory_keeps_nothing():
+    semantics = (pltpu.PARALLEL, "arbitrary")
+    loss = loss_of_heads(functools.partial(with_memory, dimension_semantics=semantics))
+    plan = zerojax.plan({"params": params_of()}, mesh=mesh_of({"data": 1, "sequence": 4}), **SPLIT)
+    got, _ = jax.jit(zerojax.value_and_grad(loss, plan))(params_of(), batch())
+    np.testing.assert_allclose(got, loss(params_of(), batch()), rtol=1e-5)
 
 
 def test_a_kernel_that_adds_up_along_its_grid_is_refused():

@@ -451,7 +451,8 @@ HEADS_DIVIDE = (
 )
 REMEDIES = {
     "dot_product_attention": HEADS_DIVIDE,
-    "pallas_call": HEADS_DIVIDE,
+    "pallas_call": f"{HEADS_DIVIDE}; of a kernel with scratch memory say which axes are parallel, "
+    "dimension_semantics=('parallel', ...)",
     "reshape": "Cut tokens into a multiple of {size} chunks",
 }
 

@@ -85,11 +85,24 @@ def _dims(eqn: JaxprEqn, axis: int, size: int) -> CutDims:
     in_kernel = [k for k in numbers if k not in mapping.vmapped_dims]
     eqns = _compat.every_eqn(params["jaxpr"])
     asked = {in_kernel[e.params["axis"]] for e in eqns if e.primitive.name in OF_A_PLACE}
-    is_even = isinstance(count, int) and count % size == 0
-    if axis in asked or not is_even or mapping.num_index_operands or params.get("mesh"):
+    is_even = all(isinstance(n, int) for n in mapping.grid) and count % size == 0
+    is_other = mapping.num_index_operands or mapping.grid_names or params.get("mesh")
+    if axis in asked or not is_even or is_other:
+        raise _UncutError
+    # Scratch memory has at each place what the one before left there.
+    semantics = getattr(params["compiler_params"], "dimension_semantics", None) or ()
+    kinds = dict(zip(in_kernel, map(str, semantics), strict=False))
+    is_parallel = axis in mapping.vmapped_dims or "parallel" in kinds.get(axis, "").lower()
+    if mapping.scratch_avals and not is_parallel:
         raise _UncutError
     dims = [_dim(block, axis, count, size) for block in mapping.block_mappings]
-    if None in dims[mapping.num_inputs :]:  # each place adds to the same result
+    inputs, outputs = dims[: mapping.num_inputs], dims[mapping.num_inputs :]
+    names = zip(params["jaxpr"].invars, inputs, strict=False)
+    written = _compat.written(params["jaxpr"])
+    # Each place adds to the same array.
+    if None in (*outputs, *(dim for name, dim in names if name in written)):
+        raise _UncutError
+    if any(inputs[k] != outputs[n] for k, n in params["input_output_aliases"]):
         raise _UncutError
     return dims
 
