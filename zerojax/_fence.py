@@ -32,7 +32,7 @@ _MOST_BITS = 64  # of one number
 def mark(outs: Sequence[Array]) -> Array | None:
     """Returns a boolean that is ready once all `outs` are. It is false, but XLA cannot know that.
 
-    Returns None if no output has bits to count.
+    Returns None if no output has elements.
     """
     # Scalars, one after another: XLA:CPU compiles a loop of its own for each small array.
     counts = [lax.population_count(_bits(x)) for x in outs if _is_countable(x)]
@@ -40,30 +40,37 @@ def mark(outs: Sequence[Array]) -> Array | None:
     return functools.reduce(jnp.logical_or, marks) if marks else None
 
 
-def wait(values: T, done: Array | None) -> T:
-    """Returns `values`, made to depend on a mark if there is one."""
+def wait(values: T, done: Array | None, other: Callable[..., Array] = jnp.zeros_like) -> T:
+    """Returns `values`, made to depend on a mark if there is one. XLA sees through that where it
+    knows that a value is what `other` returns for it."""
 
     def waiting(x: Array) -> Array:
-        if done is None or is_key(x):
+        if done is None:
             return x
+        if is_key(x):
+            words = waiting(jax.random.key_data(x))
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
         here = _compat.fetched(x)
-        here = lax.select(done, jnp.zeros_like(here), here)
+        here = lax.select(done, other(here), here)
         return _compat.stored(here) if _compat.is_on_host(x) else here
 
     return jax.tree.map(waiting, values)
 
 
 def _bits(array: Array) -> Array:
+    array = jax.random.key_data(array) if is_key(array) else array
     first = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
-    if jnp.issubdtype(array.dtype, jnp.integer):
-        return first
-    width = array.dtype.itemsize * 8
-    return lax.bitcast_convert_type(first, jnp.dtype(f"uint{width}"))
+    first = first.real if jnp.iscomplexobj(first) else first
+    if jnp.issubdtype(first.dtype, jnp.floating):
+        width = jnp.finfo(first.dtype).bits
+        first = lax.bitcast_convert_type(first, jnp.dtype(f"uint{width}"))
+    # Numbers of 4 bits cannot count to `_MOST_BITS`.
+    is_wide = first.dtype != bool and jnp.iinfo(first.dtype).bits >= 8
+    return first if is_wide else first.astype(jnp.uint8)
 
 
 def _is_countable(array: Array) -> bool:
-    has_bits = any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer))
-    return has_bits and math.prod(array.shape) > 0
+    return array.dtype != jax.dtypes.float0 and math.prod(array.shape) > 0
 
 
 # -- whole programs
@@ -164,6 +171,11 @@ def _inside(value: PyTree) -> PyTree:
     return jax.make_jaxpr(lambda *inputs: _ordered(jaxpr, consts, inputs))(*avals)
 
 
+def _is_number(value: ArrayLike) -> bool:
+    """Whether XLA cannot know that a value is what it would be in place of others."""
+    return jnp.issubdtype(jnp.result_type(value), jnp.number) and math.prod(jnp.shape(value)) > 0
+
+
 def _waiting(
     eqn: JaxprEqn, arrays: Sequence[ArrayLike], done: Array | None
 ) -> tuple[JaxprEqn, Sequence[ArrayLike]]:
@@ -176,14 +188,17 @@ def _waiting(
             waiting = range(1)
         case "while":
             waiting = range(params["cond_nconsts"] + params["body_nconsts"], count)
-        case "scan":  # what it carries, if anything: stacks of weights would be copied
+        case "scan":  # what it carries, if any numbers: stacks of weights would be copied
             fixed, carried = _compat.scan_counts(params)
-            waiting = range(fixed, fixed + carried if carried else count)
+            waiting = range(fixed, fixed + carried)
+            if not any(map(_is_number, (arrays[k] for k in waiting))):
+                waiting = range(count)
         case _:
             waiting = range(count)
     arrays = list(arrays)
     invars = list(eqn.invars)
+    other = functools.partial(jnp.full_like, fill_value=done)  # XLA knows the zeros of a carry
     for k in waiting:
-        arrays[k] = wait(jnp.asarray(arrays[k], _jaxprs.type_of(invars[k]).dtype), done)
+        arrays[k] = wait(jnp.asarray(arrays[k], _jaxprs.type_of(invars[k]).dtype), done, other)
         invars[k] = _compat.fresh(invars[k])
     return eqn.replace(invars=invars), arrays

@@ -77,7 +77,44 @@ def of_calls(x, many):
     return jax.checkpoint(lambda x: of_branches(x, x)[0])(x), called(many)
 
 
-@pytest.mark.parametrize("loops", [of_scans, of_branches, of_whiles, of_calls])
+def of_keys(x, many):
+    turn = lambda key, _: (jax.random.fold_in(key, lax.psum(jnp.int32(1), "d")), None)
+
+    def drawn(x):
+        key = jax.random.fold_in(jax.random.key(0), lax.stop_gradient(x[0, 0]).astype(int))
+        return jax.random.uniform(lax.scan(turn, key, None, 3)[0])
+
+    return drawn(x), drawn(many)
+
+
+def of_truths(x, many):
+    turn = lambda truth, row: (truth & (lax.psum(row.sum(), "d") > 3), None)
+    truth = lambda x: lax.scan(turn, jnp.array(True), x)[0].astype("f")
+    return truth(lax.stop_gradient(x)), truth(many)
+
+
+def of_complex(x, many):
+    turn = lambda total, row: (total + lax.psum(lax.complex(row, row), "d"), None)
+    total = lambda x: lax.scan(turn, jnp.zeros(x.shape[1], "complex64"), x)[0]
+    return jnp.abs(total(x)), jnp.abs(total(many))
+
+
+def of_constants(x, many):
+    turn = lambda total, row: (total + lax.psum(row, "d"), None)
+    total = lambda x: lax.scan(turn, jnp.zeros(x.shape[1]), x)[0]
+    return total(x), total(many)
+
+
+def of_four_bits(x, many):
+    turn = lambda total, row: (total + lax.psum(row, "d").astype("int4"), None)
+    total = lambda x: lax.scan(turn, (x[0] > 3).astype("int4"), lax.stop_gradient(x))[0].astype("f")
+    return total(x), total(many)
+
+
+ALL = [of_scans, of_branches, of_whiles, of_calls, of_keys, of_truths, of_complex, of_constants]
+
+
+@pytest.mark.parametrize("loops", [*ALL, of_four_bits])
 def test_loops_and_branches_run_in_order(loops):
     def code(x, many):
         loss = lambda x: sum(jnp.sum(out) for out in jax.tree.leaves(loops(x, many)))
