@@ -13,6 +13,7 @@ from optax import sgd
 import zerojax
 from tests.support.collectives import unordered
 from tests.support.compared import mesh_of
+from zerojax._plan import expert
 
 EXPERTS, DIM, HIDDEN, TOKENS = 8, 16, 48, 12
 APART = {"mesh": mesh_of({"data": 2, "expert": 4}), "experts": {"expert": "experts"}}
@@ -235,6 +236,23 @@ def test_rows_that_overflow_in_every_step_are_warned_of_once(share, warns, recwa
     assert len(texts) == warns
     room = "experts=zerojax.Experts('expert', 'experts', room=2)"
     assert all("rows overflowed" in text and room in text for text in texts)
+
+
+def test_two_threads_run_steps_with_the_same_experts(monkeypatch):
+    experts = zerojax.Experts("expert", "of two threads")
+    metrics = {"expert_load": jnp.float32(2), "expert_overflows": jnp.int32(0)}
+    others = []
+
+    def is_ready(value):
+        if not others:  # another thread ends a step just now
+            others.append(value)
+            expert.watch(experts, metrics)
+        return True
+
+    monkeypatch.setattr(expert._compat, "is_ready", is_ready)
+    for _ in range(expert.WINDOW):
+        expert.watch(experts, metrics)
+    assert others
 
 
 def test_a_masked_mean_of_sorted_rows_is_verified():

@@ -120,12 +120,13 @@ def watch(experts: Experts, metrics: Mapping[str, PyTree]) -> None:
         return
     if len(recent) < WINDOW:
         recent.append((load, overflows))
-    values = [value for pair in recent for value in pair]
+    pairs = [*recent]  # other threads run steps, too
+    values = [value for pair in pairs for value in pair]
     if any(value.is_deleted() for value in values):  # users may donate metrics
         recent.clear()
-    elif len(recent) == WINDOW and all(map(_compat.is_ready, values)):
-        loads, counts = zip(*jax.device_get(recent), strict=True)
+    elif len(pairs) >= WINDOW and all(map(_compat.is_ready, values)):
         recent.clear()
+        loads, counts = zip(*jax.device_get(pairs), strict=True)
         room = math.ceil(100 * float(max(loads)) - 1e-3) / 100  # of float32
         if min(counts) > 0 and room > experts.room:
             _RECENT[experts] = None
