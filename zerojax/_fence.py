@@ -131,7 +131,9 @@ class _Order:
             if eqn.params.get("prevent_cse"):  # as JAX does where it lowers a remat
                 arrays = lax.optimization_barrier(arrays)
             inputs = [_Sequenced(x, v.loops) for x, v in zip(arrays, operands, strict=True)]
-            return self.run(*_compat.inner_jaxpr(eqn), inputs)
+            jaxpr, consts = _compat.inner_jaxpr(eqn)
+            eqns = [_compat.renamed(each, lambda var: var, eqn) for each in jaxpr.eqns]
+            return self.run(jaxpr.replace(eqns=eqns), consts, inputs)
         done = self.done if loops < self.loops else None
         if is_loop := _is_loop(eqn):
             eqn = eqn.replace(params={k: _inside(v) for k, v in eqn.params.items()})

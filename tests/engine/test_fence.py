@@ -171,6 +171,20 @@ def test_loops_of_means_over_the_batch_are_in_order(stage):
     assert unordered(report.module) == (1, [])
 
 
+def test_loops_in_order_keep_their_scopes():
+    def loss(params, x):
+        turn = lambda h, row: (jnp.tanh(h @ params["w"] + zerojax.mean(row)), None)
+        with jax.named_scope("mixer"):
+            h = jax.checkpoint(lambda x: lax.scan(turn, x, jnp.stack([x, 2 * x]))[0])(x)
+        return jnp.mean(h**2)
+
+    plan = zerojax.plan(train_state({"w": np.ones((DIM, DIM))}, optax.sgd(0.1)), min_shard_size=0)
+    batch = jax.ShapeDtypeStruct((16, DIM), "float32")
+    report = zerojax.audit(zerojax.train_step(loss), plan.abstract(), batch)
+    scopes = [t.scope for t in report.traffic if "zerojax_sum" in t.scope]
+    assert len(scopes) > 1 and all("mixer" in scope for scope in scopes)
+
+
 def loss(params, batch):
     x = jnp.tanh(batch @ params["inner"])
     x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["stack"])
