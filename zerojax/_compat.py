@@ -97,13 +97,6 @@ def names_an_axis(step: HasEffects) -> bool:
     return any(type(effect).__name__ == "NamedAxisEffect" for effect in step.effects)
 
 
-def written(kernel: Jaxpr) -> list[Var]:
-    """Returns the references to which a kernel writes."""
-    names = ("WriteEffect", "AccumEffect")
-    effects: Any = kernel.effects
-    return [effect.input for effect in effects if type(effect).__name__ in names]
-
-
 def fresh(var: Var | Literal, aval: AbstractValue | None = None) -> Var:
     """Returns a new variable of the same type, or of the type `aval`."""
     return Var(var.aval if aval is None else aval)

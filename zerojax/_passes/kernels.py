@@ -27,6 +27,7 @@ from zerojax._types import Shape
 KERNEL = "pallas_call"
 # What asks where in the grid it runs, or how large that is.
 OF_A_PLACE = primitives("program_id num_programs")
+WRITES = "WriteEffect", "AccumEffect"  # of a kernel, into an array
 CutDims = list[int | None]  # which dimension of each operand and result an axis of the grid cuts
 
 
@@ -91,14 +92,15 @@ def _dims(eqn: JaxprEqn, axis: int, size: int) -> CutDims:
         raise _UncutError
     # Scratch memory has at each place what the one before left there.
     semantics = getattr(params["compiler_params"], "dimension_semantics", None) or ()
-    kinds = dict(zip(in_kernel, map(str, semantics), strict=False))
-    is_parallel = axis in mapping.vmapped_dims or "parallel" in kinds.get(axis, "").lower()
-    if mapping.scratch_avals and not is_parallel:
+    kinds = map(str, semantics if len(semantics) == len(in_kernel) else ())
+    parallel = {k for k, kind in zip(in_kernel, kinds, strict=False) if "parallel" in kind.lower()}
+    if mapping.scratch_avals and axis not in parallel.union(mapping.vmapped_dims):
         raise _UncutError
     dims = [_dim(block, axis, count, size) for block in mapping.block_mappings]
     inputs, outputs = dims[: mapping.num_inputs], dims[mapping.num_inputs :]
     names = zip(params["jaxpr"].invars, inputs, strict=False)
-    written = _compat.written(params["jaxpr"])
+    effects = (e for e in params["jaxpr"].effects if type(e).__name__ in WRITES)
+    written = {e.input for e in effects}
     # Each place adds to the same array.
     if None in (*outputs, *(dim for name, dim in names if name in written)):
         raise _UncutError
