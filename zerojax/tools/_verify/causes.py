@@ -173,9 +173,10 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
         replay(reference.in_one, reference.repeated(first)).loss, parts.losses[first]
     ):
         return (
-            "The loss compares the examples of a batch with one another, as in-batch negatives do: "
-            f"one part, repeated {ways} times, has another loss than the part. Gather the other "
-            f"devices' examples in the loss, jax.lax.all_gather(x, {axis}, tiled=True), {accept}."
+            "The loss compares the examples of a batch with one another, as in-batch negatives do, "
+            f"and experts with a capacity: one part, repeated {ways} times, has another loss than "
+            "the part. Gather the other devices' examples in the loss, jax.lax.all_gather(x, "
+            f"{axis}, tiled=True), {accept}."
         )
     return likely
 
