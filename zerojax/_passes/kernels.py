@@ -69,10 +69,10 @@ def shared(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], _: Blocks) ->
     axis, dims = min(cuts, key=lambda cut: cut[0])[1:]
 
     def place(dim: int | None, shape: Shape) -> Blocks | None:
-        if dim is None or shape[dim] in tokens:
-            return None if dim is None else Blocks(dim)
+        if dim is None:
+            return None
         home = next((Blocks(d) for d, n in enumerate(shape) if n in tokens), None)
-        return Blocks(dim, home=home)
+        return Blocks(dim, home=None if shape[dim] in tokens else home)
 
     shapes = [type_of(v).shape for v in (*eqn.invars, *eqn.outvars)]
     places = list(map(place, dims, shapes))
@@ -81,6 +81,7 @@ def shared(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], _: Blocks) ->
 
 
 def _dims(eqn: JaxprEqn, axis: int, size: int) -> CutDims:
+    """Returns what an axis of a kernel's grid cuts; raises where devices cannot share that axis."""
     params, mapping = eqn.params, eqn.params["grid_mapping"]
     count, numbers = mapping.grid[axis], range(len(mapping.grid))
     in_kernel = [k for k in numbers if k not in mapping.vmapped_dims]
