@@ -231,24 +231,6 @@ def layered() -> str:
     return _by_speed("layered.json", LAYERS)
 
 
-def chunks() -> str:
-    """Renders peak memory and step time of losses in one piece and in chunks."""
-    rows = {row["row"]: row for row in _stored("chunks.json")["rows"]}
-    names = {row["row"].partition(", ")[2] for row in rows.values()}
-    tokens = list(dict.fromkeys(name.partition(",")[0] for name in rows))
-    lines = [_line(["loss", *(f"{each}, {what}" for each in tokens for what in ("GiB", "ms"))])]
-    lines.append("|---|" + "---:|" * (2 * len(tokens)))
-    for name in sorted(names, key=lambda name: ("update" in name, "chunks" in name)):
-        found = [rows[f"{each}, {name}"] for each in tokens]
-        cells = [(f"{row['peak_gib']:.1f}", f"{row['step_ms']:.0f}") for row in found]
-        lines.append(_line([_coded(name), *itertools.chain(*cells)]))
-    return "\n".join(lines)
-
-
-def _coded(name: str) -> str:
-    return re.sub(r"update=\S+", lambda option: f"`{option[0]}`", name)
-
-
 def wires() -> str:
     """Renders hpZ and quantization by the speed of the network."""
     rows = {f"7.5b 64xH100 x4: {way}": name for way, name in WIRES.items()}
@@ -468,7 +450,6 @@ TABLES = {
     "machines": machines,
     "state_bytes": state_bytes,
     "groups": groups,
-    "chunks": chunks,
     "layered": layered,
     "long_context": long_context,
     "longest": longest,
