@@ -108,6 +108,7 @@ $(VENV)-release/.release: pyproject.toml
 foreign: $(VENV)-foreign/.foreign
 	KERAS_BACKEND=jax $(VENV)-foreign/bin/python -m pytest -n $(WORKERS) -m 'slow or not slow' \
 	  --no-skips tests/test_foreign.py
+	$(VENV)-foreign/bin/python -m pytest -n $(WORKERS) -m slow --no-skips tests/test_benchmarks.py
 
 # These ask for CUDA, PyTorch, an older NumPy, one version of Python or what reads data, which their
 # models do not need.

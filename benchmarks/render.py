@@ -112,9 +112,9 @@ def first_step() -> str:
     return _table(["program", *steps], rows, stored)
 
 
-def step_time() -> str:
+def step_time(file="step_time_cpu.json") -> str:
     """Renders the step times of all contestants on emulated devices."""
-    stored = _stored("step_time_cpu.json")
+    stored = _stored(file)
     cells = {(row["model"], row["step"]): row for row in stored["rows"]}
     models, steps = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
 
@@ -442,6 +442,7 @@ TABLES = {
     "compile_time": compile_time,
     "first_step": first_step,
     "step_time": step_time,
+    "step_time_packages": functools.partial(step_time, "step_time_packages_cpu.json"),
     "scaling": scaling,
     "memory": memory,
     "gpu": gpu,

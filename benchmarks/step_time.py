@@ -5,6 +5,7 @@ program, and the cost of calling a step that computes next to nothing.
 
     python benchmarks/step_time.py                       # prints a table
     python benchmarks/step_time.py --json out.json       # stores it too
+    python benchmarks/step_time.py --packages            # beside the rivals of rivals_packages.py
 
 The models are small versions of those that `compiled.py` compiles for GPUs, with the same rivals.
 On emulated CPU devices the ratios measure the cost of the program. They say nothing about GPUs,
@@ -51,10 +52,19 @@ MODELS = {
 ROWS = 16  # of a batch
 STEPS = {**rivals.STEPS, **rivals_by_hand.STEPS, **rivals_flax.STEPS}
 REPLICATED = "replicated"
-RIVALS = (
+RIVALS = [
     REPLICATED, "annotations, blocks", "largest dimension, blocks", "flax linen, blocks",
     "flax nnx, blocks", "by hand",
-)  # fmt: skip
+]  # fmt: skip
+
+
+def take_packages():
+    """Takes packages, which need an environment of their own, and the model that all have."""
+    import rivals_packages
+
+    STEPS.update(rivals_packages.STEPS)
+    RIVALS[2:] = rivals_packages.STEPS
+    del MODELS["Llama"]
 
 
 def rival(name, model):
@@ -97,11 +107,11 @@ def peak_memory(name, contestant):
     return round(held / 2**20) + host_memory.measured(steps)[1]["peak_mib"]
 
 
-def peak_memories(name):
+def peak_memories(name, flags):
     env = {**os.environ, **host_memory.GIVE_BACK}
     run = lambda contestant: subprocess.run(
-        [sys.executable, __file__, "--peak", name, contestant], check=True, env=env, text=True,
-        stdout=subprocess.PIPE,
+        [sys.executable, __file__, *flags, "--peak", name, contestant], check=True, env=env,
+        text=True, stdout=subprocess.PIPE,
     )  # fmt: skip
     return {contestant: int(run(contestant).stdout.split()[-1]) for contestant in contestants(name)}
 
@@ -158,10 +168,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=22, help="2 or more")
     parser.add_argument("--json", type=results.file)
+    parser.add_argument("--packages", action="store_true", help="beside rivals_packages.py")
     parser.add_argument(
         "--peak", nargs=2, metavar=("MODEL", "CONTESTANT"), help="peak memory, in this process"
     )
     args = parser.parse_args()
+    if args.packages:
+        take_packages()
     if args.peak:
         model, contestant = args.peak
         if model not in MODELS or contestant not in contestants(model):
@@ -171,7 +184,7 @@ def main():
         parser.error("--rounds: quartiles need 2 or more")
     rows = []
     for name in MODELS:
-        peaks = peak_memories(name)
+        peaks = peak_memories(name, ["--packages"] * args.packages)
         for contestant, times in step_times(name, args.rounds).items():
             low, median, high = (round(ratio, 3) for ratio in times)
             row = {"model": name, "step": contestant, "time": median, "quartiles": [low, high]}

@@ -1,5 +1,6 @@
 """The benchmarks' page holds what is stored; the rivals train what we train."""
 
+import collections
 import dataclasses
 import functools
 import importlib
@@ -58,7 +59,9 @@ def ours(accumulate):
 OURS = {"Embed_0": "embed", "LayerNorm_0": "norm", "ScanCheckpointLinenBlock_0": "blocks"}
 OURS |= {"blocks LayerNorm_0": "norm1", "blocks LayerNorm_1": "norm2"}
 OURS |= {"Dense_0": "proj", "Dense_1": "qkv", "Dense_2": "down", "Dense_3": "up"}
+OURS |= {"layers": "blocks", "block_0": "blocks", "block_1": "blocks"}
 NOT_OURS = {"params", "opt_state", "mu", "nu", "kernel", "scale", "embedding", "value"}
+NOT_OURS |= {"embeddings", "gamma"}
 
 
 def name_of(path):
@@ -72,7 +75,12 @@ def name_of(path):
 
 
 def by_name(tree):
-    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    """Stacks what layers in a loop have under the same name."""
+    named = collections.defaultdict(list)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        named[name_of(path)].append(leaf)
+    return {name: leaf if not more else np.stack([leaf, *more])
+            for name, (leaf, *more) in named.items()}  # fmt: skip
 
 
 RIVALS = [
@@ -81,31 +89,42 @@ RIVALS = [
     ("rivals_flax", "flax linen, blocks", 2),
     ("rivals_flax", "flax nnx, nothing", 1),
 ]
+# Of packages that `make foreign` installs.
+PACKAGES = ("scalax, blocks", "parallax FSDP", "parallax AUTO, pairs", "keras")
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(("module", "name", "accumulate"), RIVALS)
+@pytest.mark.parametrize(
+    ("module", "name", "accumulate"),
+    [pytest.param(*each, marks=pytest.mark.ci) for each in RIVALS]
+    + [pytest.param("rivals_packages", name, 1, marks=pytest.mark.slow) for name in PACKAGES],
+)
 def test_rivals_train_what_we_train(module, name, accumulate):
     state, batch = numbers(MODEL)
-    weights, mesh = by_name(state.params), make_mesh()
+    weights, mesh, layers = by_name(state.params), make_mesh(), collections.Counter()
     step, places = importlib.import_module(module).STEPS[name](MODEL, mesh, "full", accumulate)
-    held = lambda path, x: weights.get(name_of(path), np.zeros(x.shape, x.dtype))
-    value = lambda path, x: jax.device_put(held(path, x), x.sharding)
+
+    def value(path, x):
+        name = name_of(path)
+        held = weights.get(name, np.zeros(x.shape, x.dtype))
+        if held.ndim > x.ndim:  # of one layer
+            held, layers[name] = held[layers[name]], layers[name] + 1
+        return jax.device_put(held, x.sharding)
+
     placed = jax.tree_util.tree_map_with_path(value, places)
     assert weights.keys() <= by_name(placed).keys()
     after, loss = step(placed, zerojax.shard_batch(batch, mesh))
 
     wanted, moments = ours(accumulate)
     assert float(loss) == pytest.approx(float(wanted), rel=1e-3)
-    theirs, specs = by_name(after), {}
-    for path, place in jax.tree_util.tree_leaves_with_path(places):
-        now = theirs[name_of(path)].sharding
-        assert now.is_equivalent_to(place.sharding, place.ndim), path
+    specs, leaves = {}, jax.tree.leaves(after)
+    for (path, place), now in zip(jax.tree_util.tree_leaves_with_path(places), leaves, strict=True):
+        assert now.sharding.is_equivalent_to(place.sharding, place.ndim), path
         specs[name_of(path)] = tuple(place.sharding.spec)
     matrices = [path for path in weights if not re.search("norm|bias", path)]
-    assert [path for path in matrices if "data" not in specs[path]] == []
+    assert [path for path in matrices if not {"data", "model"} & {*specs[path]}] == []
     gradients = {path: grad for path, grad in moments.items() if path.startswith("mu ")}
     assert len(gradients) == len(weights)
+    theirs = by_name(after)
     for path, grad in gradients.items():
         assert np.linalg.norm(theirs[path] - grad) <= 0.03 * np.linalg.norm(grad) > 0, path
 
