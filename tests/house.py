@@ -24,8 +24,8 @@ from collections.abc import Iterator
 ROOT = pathlib.Path(__file__).parents[1]
 # Each package may import those of the lines above its own, and within itself without circles.
 RANKS = (
-    "_axis_types _compat _declared _fence _figures _fingerprint _jaxprs _progress _readings "
-    "_specs _table _types _warn",
+    "_axis_types _compat _declared _fence _figures _fingerprint _jaxprs _parallel _progress "
+    "_readings _specs _table _types _warn",
     "_kernel",
     "_run _state tools._flops tools._hlo",
     "_wire _update",

@@ -18,7 +18,7 @@ FEATURES = {
     "rolled": ["_passes/rolled.py", "_passes/runs.py"],
     "sequences": [
         *("_passes/sequences.py", "_passes/mixing.py", "_passes/control.py", "_passes/kernels.py"),
-        *("_passes/block_runner.py", "_passes/parallel.py", "_passes/blocks.py"),
+        *("_passes/block_runner.py", "_passes/blocks.py"),
         *EXPERTS,
     ],
     "experts": EXPERTS,

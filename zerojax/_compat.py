@@ -29,6 +29,7 @@ from zerojax._types import Device, PyTree
 
 REMAT = frozenset({"remat", "remat2", "checkpoint"})
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+INNER = ("jaxpr", "call_jaxpr", "body_jaxpr")
 # Parameters of calls with derivatives by users, which JAX traces when it differentiates.
 THUNKS = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
 DERIVATIVES = THUNKS | {"bwd", "out_trees"}
@@ -44,11 +45,11 @@ class HasEffects(Protocol):
 
 
 def inner_jaxpr(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[ArrayLike]]:
-    """Returns the jaxpr that a call, remat or scan equation runs, and its constants.
+    """Returns the jaxpr that a call, remat or loop runs, and its constants.
 
     0.10 has closed and open jaxprs; from 0.12 on there is one kind that carries its constants.
     """
-    return opened(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"])
+    return opened(next(eqn.params[name] for name in INNER if name in eqn.params))
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -76,11 +77,11 @@ def every_eqn(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from every_eqn(inner)
 
 
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
     """Returns how many of a scan's operands are loop constants and how many are carried."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
+    if "num_consts" in scan.params:
+        return scan.params["num_consts"], scan.params["num_carry"]
+    consts, carry, _ = scan.params["ft_in"].unpack()
     return len(consts), len(carry)
 
 
@@ -169,25 +170,7 @@ def without_unread(jaxpr: Jaxpr) -> Jaxpr:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def with_inner_jaxpr(eqn: JaxprEqn, jaxpr: Jaxpr, added: Sequence[Var]) -> JaxprEqn:
-    """Returns a remat equation that runs another jaxpr, with more inputs."""
-    names = ("",) * (len(jaxpr.invars) + len(added)), ("",) * len(jaxpr.outvars)
-    info = jaxpr.debug_info._replace(arg_names=names[0], result_paths=names[1])
-    jaxpr = jaxpr.replace(invars=[*jaxpr.invars, *added], debug_info=info)
-    return eqn.replace(params={**eqn.params, "jaxpr": jaxpr})
-
-
 OpenJaxpr = tuple[Jaxpr, Sequence[ArrayLike]]  # an open jaxpr, and its constants
-
-
-def derivatives(eqn: JaxprEqn) -> list[OpenJaxpr]:
-    """Returns the jaxprs of the derivative that a user wrote for an equation, with constants."""
-    if eqn.params.get("jvp_jaxpr_fun"):
-        return [jvp_rule(eqn)[0]]
-    if not eqn.params.get("fwd_jaxpr_thunk"):
-        return []
-    forward, _, backward, _ = vjp_rules(eqn)
-    return [forward, backward]
 
 
 def jvp_rule(eqn: JaxprEqn) -> tuple[OpenJaxpr, list[bool]]:
@@ -403,11 +386,6 @@ def assume_cudnn() -> None:
         module["check_cudnn_version"]()
     except RuntimeError:
         module["check_cudnn_version"] = lambda: CUDNN
-
-
-def sequence_dim(attention: JaxprEqn) -> int:
-    """Returns which dimension of its keys is the sequence: layouts are BTNH and BNTH."""
-    return 1 + attention.params["layout"]
 
 
 # -- memories

@@ -128,7 +128,7 @@ class _Order:
         if not _compat.names_an_axis(eqn):
             return [_Sequenced(x, loops) for x in _compat.bind(eqn, arrays)]
         if _is_loop(eqn) and eqn.primitive.name in (*_compat.CALLS, *_compat.REMAT):
-            if eqn.params.get("prevent_cse"):  # as JAX does where it lowers a remat
+            if _jaxprs.Eqn(eqn).prevent_cse:  # as JAX does where it lowers a remat
                 arrays = lax.optimization_barrier(arrays)
             inputs = [_Sequenced(x, v.loops) for x, v in zip(arrays, operands, strict=True)]
             jaxpr, consts = _compat.inner_jaxpr(eqn)
@@ -136,7 +136,7 @@ class _Order:
             return self.run(jaxpr.replace(eqns=eqns), consts, inputs)
         done = self.done if loops < self.loops else None
         if is_loop := _is_loop(eqn):
-            eqn = eqn.replace(params={k: _inside(v) for k, v in eqn.params.items()})
+            eqn = _jaxprs.mapped_params(eqn, lambda _, value: _inside(value))
             done = _either(done, mark(self.since))
         outs = _compat.bind(*_waiting(eqn, arrays, done))
         self.since = [*self.since, *outs]
@@ -184,19 +184,15 @@ def _waiting(
     """Returns an equation and its operands, of which enough wait for a mark."""
     if done is None:
         return eqn, arrays
-    params, count = eqn.params, len(arrays)
+    waiting = every = range(len(arrays))
     match eqn.primitive.name:
         case "cond":
             waiting = range(1)
         case "while":
-            waiting = range(params["cond_nconsts"] + params["body_nconsts"], count)
+            waiting = _jaxprs.Eqn(eqn).parts(every)[2]
         case "scan":  # what it carries, if any numbers: stacks of weights would be copied
-            fixed, carried = _compat.scan_counts(params)
-            waiting = range(fixed, fixed + carried)
-            if not any(map(_is_number, (arrays[k] for k in waiting))):
-                waiting = range(count)
-        case _:
-            waiting = range(count)
+            carried = _jaxprs.Eqn(eqn).parts(every)[1]
+            waiting = carried if any(_is_number(arrays[k]) for k in carried) else every
     arrays = list(arrays)
     invars = list(eqn.invars)
     other = functools.partial(jnp.full_like, fill_value=done)  # XLA knows the zeros of a carry

@@ -1,4 +1,7 @@
-"""Reads, inlines and compares jaxprs."""
+"""Reads, inlines and compares jaxprs.
+
+Only this module and `_compat` read the parameters of equations.
+"""
 
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
@@ -9,11 +12,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
+from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from zerojax import _compat
+from zerojax._types import PyTree
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -43,6 +49,17 @@ add add_any convert_element_type copy cumsum neg optimization_barrier pcast psum
 pvary reduce_sum stop_gradient sub
 """)
 RAGGED = "ragged_dot_general"
+# What the functions that make such equations take as it is.
+OPTIONS = {
+    "scan": ("length", "reverse", "unroll"),
+    RAGGED: ("precision", "preferred_element_type"),
+    **dict.fromkeys(_compat.REMAT, ("policy", "prevent_cse")),
+}
+# Sizes of what primitives take of an operand, or of their result.
+SIZED = dict.fromkeys(("iota", "broadcast_in_dim", "random_bits"), "shape") | {
+    **{"slice": "limit_indices", "dynamic_slice": "slice_sizes", "gather": "slice_sizes"},
+    "reshape": "new_sizes",
+}
 
 
 class HasOutputs(_compat.HasEffects, Protocol):
@@ -68,6 +85,12 @@ def type_of(atom: Atom) -> ShapedArray:
 
 def is_call(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _compat.CALLS
+
+
+def is_function(eqn: JaxprEqn) -> bool:
+    """Whether an equation only runs a jaxpr, with whatever derivative."""
+    has_rule = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+    return is_call(eqn) or is_checkpoint(eqn) or has_rule
 
 
 class Inliner:
@@ -165,13 +188,6 @@ def alive(
     return kept[::-1]
 
 
-def running(eqn: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
-    """Returns a call, remat or loop that runs another jaxpr, with the same constants."""
-    inner, consts = _compat.opened(before := eqn.params["jaxpr"])
-    new = jaxpr if inner is before and not consts else ClosedJaxpr(jaxpr, consts)
-    return eqn.replace(params={**eqn.params, "jaxpr": new})
-
-
 def unclosed(closed: ClosedJaxpr) -> tuple[Jaxpr, Sequence[ArrayLike]]:
     """Returns a jaxpr whose constants are its last inputs, and the constants."""
     jaxpr, consts = _compat.opened(closed)
@@ -193,6 +209,127 @@ def inferred(
     for eqn in jaxpr.eqns:
         facts.update(zip(eqn.outvars, rule(eqn, list(map(fact, eqn.invars))), strict=True))
     return list(map(fact, jaxpr.outvars))
+
+
+# -- parameters of equations
+
+
+class Eqn:
+    """An equation's parameters, each by its name in JAX: those that its primitive has and that are
+    not None, and those with a value here."""
+
+    axes: tuple[PyTree, ...] = ()
+    axis: int = -1
+    axis_name: str | tuple[str, ...] = ()
+    base_dilation: tuple[int, ...]
+    batch_group_count: int
+    body_nconsts: int
+    broadcast_dimensions: tuple[int, ...]
+    compiler_params: object = None
+    cond_jaxpr: ClosedJaxpr
+    cond_nconsts: int
+    dimension: int
+    dimension_numbers: PyTree  # of a gather, a scatter or a convolution
+    dimensions: tuple[int, ...] = ()
+    dropout_rate: float
+    fft_lengths: tuple[int, ...]
+    fill_value: float | None = None
+    grid_mapping: PyTree
+    in_specs: tuple[PartitionSpec, ...]
+    input_output_aliases: tuple[tuple[int, int], ...]
+    layout: PyTree = None  # of cuDNN's attention, 0 for BTNH and 1 for BNTH
+    length: int = 1  # of a loop
+    lhs_dilation: tuple[int, ...]
+    limit_indices: tuple[int, ...]
+    mesh: PyTree = None
+    mode: lax.GatherScatterMode
+    name: str = ""
+    newly_manual_axes: frozenset[str]
+    out_specs: tuple[PartitionSpec, ...]
+    padding: tuple[tuple[int, int], ...] = ()
+    padding_config: tuple[tuple[int, int, int], ...]
+    permutation: tuple[int, ...]
+    prevent_cse: bool = False
+    ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers
+    reverse: bool
+    rhs_dilation: tuple[int, ...]
+    sharding: NamedSharding
+    slice_sizes: tuple[int, ...]
+    start_indices: tuple[int, ...]
+    strides: tuple[int, ...] = ()
+    window_dilation: tuple[int, ...]
+    window_dimensions: tuple[int, ...]
+    window_strides: tuple[int, ...]
+
+    def __init__(self, eqn: JaxprEqn) -> None:
+        vars(self).update((k, value) for k, value in eqn.params.items() if value is not None)
+        self.eqn = eqn
+
+    @property
+    def options(self) -> dict[str, PyTree]:
+        """What to pass on where an equation like this is made."""
+        return {name: self.eqn.params[name] for name in OPTIONS[self.eqn.primitive.name]}
+
+    @property
+    def factors(self) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]:
+        """Over which dimensions of each factor a matmul sums, and which both have in common."""
+        if self.eqn.primitive.name == RAGGED:
+            return self.ragged_dot_dimension_numbers.dot_dimension_numbers
+        return self.dimension_numbers
+
+    @property
+    def reduced(self) -> tuple[int, ...] | None:
+        """The dimensions that a reduction reduces; None for another equation."""
+        is_reduction = self.eqn.primitive.name.startswith(("reduce_", "arg"))
+        return self.eqn.params.get("axes") if is_reduction else None
+
+    def parts(self, values: Iterable[T]) -> tuple[list[T], list[T], list[T]]:
+        """Splits what there is for each operand of a loop: of a scan, constants, carry and rows; of
+        a `while`, constants of its test, those of its body, and carry."""
+        if self.eqn.primitive.name == "scan":
+            first, second = _compat.scan_counts(self.eqn)
+        else:
+            first, second = self.cond_nconsts, self.body_nconsts
+        values = list(values)
+        return values[:first], values[first : first + second], values[first + second :]
+
+
+def with_params(eqn: JaxprEqn, **changed: object) -> JaxprEqn:
+    return eqn.replace(params={**eqn.params, **changed})
+
+
+def mapped_params(eqn: JaxprEqn, change: Callable[[str, PyTree], object]) -> JaxprEqn:
+    """Returns an equation with other parameters, each from its name and its value."""
+    return with_params(eqn, **{name: change(name, value) for name, value in eqn.params.items()})
+
+
+def params_of(eqn: JaxprEqn) -> list[tuple[str, PyTree]]:
+    """Returns the names and values of all parameters, in the order of names."""
+    return sorted(eqn.params.items())
+
+
+def with_sizes(eqn: JaxprEqn, change: Callable[[Sequence[int]], Sequence[int]]) -> JaxprEqn:
+    """Returns an equation that takes other sizes of its operand, or whose result has others."""
+    name = SIZED.get(eqn.primitive.name)
+    return with_params(eqn, **{name: tuple(change(eqn.params[name]))} if name else {})
+
+
+def running(eqn: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
+    """Returns a call, remat or loop that runs another jaxpr, with the same constants."""
+    name = next(name for name in _compat.INNER if name in eqn.params)
+    inner, consts = _compat.opened(before := eqn.params[name])
+    new = jaxpr if inner is before and not consts else ClosedJaxpr(jaxpr, consts)
+    return with_params(eqn, **{name: new})
+
+
+def derivatives(eqn: JaxprEqn) -> list[_compat.OpenJaxpr]:
+    """Returns the jaxprs of the derivative that a user wrote for an equation, with constants."""
+    if eqn.params.get("jvp_jaxpr_fun"):
+        return [_compat.jvp_rule(eqn)[0]]
+    if not eqn.params.get("fwd_jaxpr_thunk"):
+        return []
+    forward, _, backward, _ = _compat.vjp_rules(eqn)
+    return [forward, backward]
 
 
 class Keys:
@@ -224,8 +361,7 @@ class Keys:
             return id(eqn)
         else:
             others, left_out = self.rules(eqn), _compat.DERIVATIVES
-        params = sorted(eqn.params.items())
-        params = [(k, self.param(v, loose)) for k, v in params if k not in left_out]
+        params = [(k, self.param(v, loose)) for k, v in params_of(eqn) if k not in left_out]
         operands = tuple(v.aval for v in eqn.invars)
         outs = tuple(v.aval for v in eqn.outvars)
         return eqn.primitive, tuple(params), others, eqn.ctx, operands, outs
@@ -236,8 +372,7 @@ class Keys:
             return ()
         self.in_rule = True
         try:
-            rules = _compat.derivatives(eqn)
-            return tuple(self.jaxpr(jaxpr, consts) for jaxpr, consts in rules)
+            return tuple(self.jaxpr(*rule) for rule in derivatives(eqn))
         except Exception:  # a rule that cannot be traced makes its call like no other
             return id(eqn)
         finally:

@@ -15,8 +15,12 @@ from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
 from zerojax import _compat
+from zerojax._jaxprs import Eqn, derivatives, params_of
 
 SEEN = ("0.10", "0.11", "0.12")  # versions of JAX of which every reading has been seen to hold
+# Parameters of kernels, of collectives, of `shard_map` and of constraints.
+UNTRIED = {"axis_name", "compiler_params", "dropout_rate", "grid_mapping", "in_specs", "layout"}
+UNTRIED |= {"input_output_aliases", "mesh", "newly_manual_axes", "out_specs", "sharding"}
 X = np.ones(2, np.float32)
 
 
@@ -35,8 +39,7 @@ def _calls() -> bool:
 
 def _checkpoints() -> bool:
     (eqn,) = _eqns(jax.checkpoint(lambda x: jnp.sin(x) * 2), X)
-    is_one = eqn.primitive.name in _compat.REMAT and _names(eqn) == ["sin", "mul"]
-    return is_one and {"policy", "prevent_cse"} <= eqn.params.keys()
+    return len(Eqn(eqn).options) == 2 and _names(eqn) == ["sin", "mul"]
 
 
 def _scans() -> bool:
@@ -44,8 +47,22 @@ def _scans() -> bool:
         return lax.scan(lambda c, x: ((c[0] * w + x, c[1] + 1), x * 2), (carry, 0), xs)
 
     (eqn,) = _eqns(loop, X, X, np.ones((3, 2), np.float32))
-    has_options = {"length", "reverse", "unroll"} <= eqn.params.keys()
-    return _compat.scan_counts(eqn.params) == (1, 2) and has_options
+    return Eqn(eqn).parts("abcd") == (["a"], ["b", "c"], ["d"]) and Eqn(eqn).length == 3
+
+
+def _operations() -> bool:
+    def some(x: Array, stack: Array) -> list[object]:
+        lax.conv_general_dilated(stack, stack, (1,), "SAME")
+        lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (1, 1), "SAME")
+        lax.while_loop(lambda x: x[0, 0] < 0, jax.checkpoint(jnp.sin), x)
+        lax.map(jnp.sin, x)
+        lax.pad(x, 0.0, [(1, 1, 0)] * 2)
+        lax.ragged_dot(x, stack, jnp.array([1, 1]))
+        return [x[None], x.T, x[1:], x[x.argmax(0)], jnp.fft.fft(jnp.cumsum(x)), lax.iota(int, 4)]
+
+    closed = jax.make_jaxpr(some)(np.ones((2, 2), np.float32), np.ones((2, 2, 2), np.float32))
+    params = map(params_of, _compat.every_eqn(closed.jaxpr))
+    return {*Eqn.__annotations__} - UNTRIED <= {name for pairs in params for name, _ in pairs}
 
 
 def _unread() -> bool:
@@ -80,7 +97,7 @@ def _rules() -> bool:
     same = jax.custom_vjp(lambda x: x * 1)
     same.defvjp(lambda x: (same(x), None), lambda _, grad: (grad * 2,))
     (eqn,) = _eqns(same, X)
-    (forward, _), (backward, _) = _compat.derivatives(eqn)
+    (forward, _), (backward, _) = derivatives(eqn)
     return len(forward.outvars) == 1 and [e.primitive.name for e in backward.eqns] == ["mul"]
 
 
@@ -102,6 +119,7 @@ READINGS: dict[str, Callable[[], bool]] = {
     "what jitted functions run": _calls,
     "what a jax.checkpoint runs": _checkpoints,
     "what a scan carries": _scans,
+    "the parameters of operations": _operations,
     "what nobody reads in a scan": _unread,
     "the name scopes of equations": _scopes,
     "the effects of equations": _effects,

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.extend.core import Effect, JaxprEqn
 from jax.typing import ArrayLike
 
-from zerojax._jaxprs import Atom, Var, common_path, is_var, reads, type_of, unique
+from zerojax._jaxprs import Atom, Eqn, Var, common_path, is_var, reads, type_of, unique
 from zerojax._kernel.travel import Cut, Held
 
 Dims = tuple[int | None, ...]
@@ -227,8 +227,8 @@ def shards_read(ops: Iterable[Op]) -> Iterable[Shard]:
 def views(eqn: JaxprEqn, fixed: int) -> list[View] | None:
     """Returns each result of `eqn` as a view of its operand, or None if `eqn` changes dimensions
     from `fixed` on."""
-    params, dim = eqn.params, eqn.params.get("axis", 0)
-    changed = params.get("dimensions") or ()
+    params = Eqn(eqn)
+    dim, changed = params.axis, params.dimensions
     match eqn.primitive.name:
         case "stop_gradient":
             return [View(lax.stop_gradient, _dims(eqn), stops=True)]
@@ -242,8 +242,9 @@ def views(eqn: JaxprEqn, fixed: int) -> list[View] | None:
         case "rev" if max(changed, default=0) < fixed:
             return [View(lambda x: lax.rev(x, changed), _dims(eqn))]
         case "split" if dim < fixed:
-            parts = functools.partial(lax.split, sizes=params["sizes"], axis=dim)
-            each = range(len(eqn.outvars))
+            sizes = [type_of(v).shape[dim] for v in eqn.outvars]
+            parts = functools.partial(lax.split, sizes=sizes, axis=dim)
+            each = range(len(sizes))
             return [View(lambda x, k=k: parts(x)[k], _dims(eqn, dim)) for k in each]
         case "unstack" if dim < fixed:
             part = functools.partial(lax.index_in_dim, axis=dim, keepdims=False)
@@ -254,24 +255,22 @@ def views(eqn: JaxprEqn, fixed: int) -> list[View] | None:
 
 
 def _slice(eqn: JaxprEqn, fixed: int) -> list[View] | None:
-    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
-    strides = eqn.params["strides"] or (1,) * len(starts)
-    ends = type_of(eqn.invars[0]).shape
-    parts = zip(starts, limits, ends, strides, strict=True)
-    sliced = [d for d, (a, b, end, step) in enumerate(parts) if (a, b, step) != (0, end, 1)]
+    params, new = Eqn(eqn), type_of(eqn.outvars[0]).shape
+    sliced = [d for d, n in enumerate(type_of(eqn.invars[0]).shape) if n != new[d]]
     if any(d >= fixed for d in sliced):
         return None
 
     def apply(x: Array) -> Array:  # a shard is smaller from `fixed` on
-        return lax.slice(x, starts, (*limits[:fixed], *x.shape[fixed:]), strides)
+        limits = (*params.limit_indices[:fixed], *x.shape[fixed:])
+        return lax.slice(x, params.start_indices, limits, params.strides or None)
 
     return [View(apply, _dims(eqn, *sliced))]
 
 
 def _reshape(eqn: JaxprEqn, fixed: int) -> list[View] | None:
-    old, new = type_of(eqn.invars[0]).shape, eqn.params["new_sizes"]
+    old, new = type_of(eqn.invars[0]).shape, type_of(eqn.outvars[0]).shape
     moved = fixed + len(new) - len(old)
-    if moved < 0 or new[moved:] != old[fixed:] or eqn.params["dimensions"] is not None:
+    if moved < 0 or new[moved:] != old[fixed:] or Eqn(eqn).dimensions:
         return None
     while fixed and moved and old[fixed - 1] == new[moved - 1]:
         fixed, moved = fixed - 1, moved - 1  # further dimensions that stay as they are

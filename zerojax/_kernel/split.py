@@ -8,7 +8,7 @@ reads the *frontier* from it.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxprs import Atom, Inliner, Keys, Var, alive, is_var, reads, type_of, unique
+from zerojax._jaxprs import Atom, Eqn, Inliner, Keys, Var, alive, is_var, reads, type_of, unique
 from zerojax._kernel.pieces import (
     CONST,
     WEIGHT,
@@ -144,7 +144,7 @@ class Splitter:
             # It names axes of the user's own. These often shard the shard already (Flax's `unbox`
             # of a partitioned stack). Others are for the full weight: to obey it here, the engine
             # would have to gather the full stack of a loop.
-            spec = getattr(eqn.params["sharding"], "spec", PartitionSpec())
+            spec = getattr(Eqn(eqn).sharding, "spec", PartitionSpec())
             cut = kinds[0].cut.asked_for(spec)
             self.kinds[eqn.outvars[0]] = dataclasses.replace(kinds[0], cut=cut)
         elif shards := self.readers.viewed(eqn, kinds[0] if kinds else None):
@@ -189,12 +189,12 @@ class Splitter:
             inner = self.split_remat(eqn, operands)
         shards = [k if isinstance(k := self.kind(v), Shard) else v for v in operands]
         name = "/".join(filter(None, (_compat.scope_of(eqn), self.code(eqn)[0])))
-        return Scope(inner, shards, list(eqn.outvars), *_checkpoint_params(eqn), name)
+        return Scope(inner, shards, list(eqn.outvars), **Eqn(eqn).options, name=name)
 
     def split_remat(self, eqn: JaxprEqn, operands: Sequence[Atom]) -> Split:
         (_, jaxpr), (_, consts) = self.code(eqn), _compat.inner_jaxpr(eqn)
         kinds = [_inner_kind(self.kind(v)) for v in operands]
-        key = self.keys.jaxpr(jaxpr, consts), _alike(jaxpr, kinds), _checkpoint_params(eqn)
+        key = self.keys.jaxpr(jaxpr, consts), _alike(jaxpr, kinds), *Eqn(eqn).options.values()
         if key not in self.splits:
             self.splits[key] = split(jaxpr, consts, kinds, pull=False, checkpointed=True)
         return self.splits[key]
@@ -234,14 +234,13 @@ class Splitter:
             main=ops,
             outvars=[*outvars],
         )
-        return Scope(inner, operands, outvars, *_checkpoint_params(eqn))
+        return Scope(inner, operands, outvars, **Eqn(eqn).options)
 
     def scans_weights(self, eqn: JaxprEqn) -> bool:
-        num_consts, num_carry = _compat.scan_counts(eqn.params)
-        return any(map(self.is_weights, eqn.invars[num_consts + num_carry :]))
+        return any(map(self.is_weights, Eqn(eqn).parts(eqn.invars)[2]))
 
     def loop(self, eqn: JaxprEqn) -> Loop:
-        num_consts, num_carry = _compat.scan_counts(eqn.params)
+        num_consts, num_carry = map(len, Eqn(eqn).parts(eqn.invars)[:2])
         first_x = num_consts + num_carry
         operands: list[Shard | Atom] = []
         kinds: list[InputKind] = []
@@ -264,9 +263,7 @@ class Splitter:
             outvars=list(eqn.outvars),
             num_consts=num_consts,
             num_carry=num_carry,
-            length=eqn.params["length"],
-            reverse=eqn.params["reverse"],
-            unroll=eqn.params["unroll"],
+            **Eqn(eqn).options,
             name=_compat.scope_of(eqn),
         )
 
@@ -275,7 +272,7 @@ def _cast_shard(eqn: JaxprEqn, kind: Kind) -> Shard | None:
     """Returns a shard after a cast between floats, if the gather can do the cast."""
     if not isinstance(kind, Shard) or kind.cut.use_dtype is not None:
         return None
-    new, old = jnp.dtype(eqn.params["new_dtype"]), jnp.dtype(kind.cut.dtype)
+    new, old = type_of(eqn.outvars[0]).dtype, jnp.dtype(kind.cut.dtype)
     if not (jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)):
         return None
     if new.itemsize == old.itemsize:
@@ -296,10 +293,6 @@ def _alike(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> Hashable:
     loops = any(eqn.primitive.name == "scan" for eqn in _compat.every_eqn(jaxpr))
     named = [dataclasses.replace(k, path="") if isinstance(k, Cut) else k for k in kinds]
     return tuple(kinds if loops else named)
-
-
-def _checkpoint_params(eqn: JaxprEqn) -> tuple[Callable[..., bool] | None, bool]:
-    return eqn.params["policy"], eqn.params["prevent_cse"]
 
 
 def _warn_sharded_layers(path: str, shape: Sequence[int]) -> None:

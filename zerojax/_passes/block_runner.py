@@ -27,9 +27,9 @@ from jax.extend.random import threefry2x32_p
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
-from zerojax._jaxprs import ELEMENTWISE, Atom, is_var, line_of, primitives, type_of
+from zerojax._jaxprs import ELEMENTWISE, Atom, Eqn, is_var, line_of, primitives, type_of, with_sizes
+from zerojax._parallel import IN_PLACE, parallel
 from zerojax._passes.blocks import Axis, Blocks
-from zerojax._passes.parallel import IN_PLACE, parallel
 from zerojax._table import human_bytes
 from zerojax._types import PyTree, Shape
 
@@ -146,7 +146,8 @@ class BlockRunner:
         """Returns a block of a value that waits."""
         name, shape = eqn.primitive.name, self.axis.local(value.shape, at)
         if name == "iota":
-            return self.counted(value.shape, eqn.params["dtype"], eqn.params["dimension"], at)
+            dtype = type_of(eqn.outvars[0]).dtype
+            return self.counted(value.shape, dtype, Eqn(eqn).dimension, at)
         if name == "random_bits":
             return self.random_bits(value, eqn, at, shape)
         maps = self.before(eqn, at)
@@ -306,8 +307,8 @@ class BlockRunner:
         shapes = [type_of(v).shape for v in eqn.outvars]
         if name in WAITING and self.may_wait(name, eqn, operands):
             return [Tracked(shapes[0], eqn=eqn, operands=tuple(operands))]
-        params = eqn.params
-        begins = name == "slice" and not (any(params["start_indices"]) or params["strides"])
+        params = Eqn(eqn)
+        begins = name == "slice" and not (any(params.start_indices) or params.strides)
         if begins and operands[0].eqn and (part := self.beginning(operands[0], shapes[0])):
             return [part]
         places = [self.natural(v) for v in operands]
@@ -348,7 +349,7 @@ class BlockRunner:
         """Returns the first elements of a value that waits, which wait as well."""
         if value.eqn is None or value.shape == shape:
             return value if value.shape == shape else None
-        dims = value.eqn.params.get("broadcast_dimensions", range(len(shape)))
+        dims = getattr(Eqn(value.eqn), "broadcast_dimensions", range(len(shape)))
         if value.eqn.primitive.name not in ELEMENTWISE | primitives("iota broadcast_in_dim"):
             return None
         parts: list[Tracked] = []
@@ -418,10 +419,10 @@ class BlockRunner:
 
     def random_bits(self, value: Tracked, eqn: JaxprEqn, at: Blocks | None, shape: Shape) -> Array:
         """Returns a block of the bits that one device would draw."""
-        key, whole = self.array(value.operands[0], None, eqn), eqn.params["shape"]
+        key, whole = self.array(value.operands[0], None, eqn), value.shape
         is_threefry = str(jax.random.key_impl(key)) == "threefry2x32"
         by_element = bool(jax.config.values["jax_threefry_partitionable"]) and is_threefry
-        width = eqn.params["bit_width"]
+        width = 8 * type_of(eqn.outvars[0]).dtype.itemsize
         if at is None or not by_element or key.shape or width > 32 or math.prod(whole) >= 2**32:
             bits = _compat.bind(eqn, [key])[0]
             return bits if at is None else self.axis.cut(bits, at)
@@ -459,20 +460,14 @@ REMEDIES = {
 
 def local(eqn: JaxprEqn, shape: Shape, arrays: Sequence[Array | np.ndarray]) -> JaxprEqn:
     """Returns an equation whose first result has another shape, that of a block."""
-    name, params = eqn.primitive.name, dict(eqn.params)
-    if name in ("slice", "dynamic_slice", "gather"):
-        key = "limit_indices" if name == "slice" else "slice_sizes"
-        sizes = zip(params[key], type_of(eqn.invars[0]).shape, arrays[0].shape, strict=True)
-        params[key] = tuple(block if size == whole else size for size, whole, block in sizes)
-    elif key := SHAPES.get(name):
-        params[key] = shape
-    return eqn.replace(params=params)
 
+    def local_sizes(sizes: Sequence[int]) -> Sequence[int]:
+        if eqn.primitive.name not in ("slice", "dynamic_slice", "gather"):
+            return shape
+        triples = zip(sizes, type_of(eqn.invars[0]).shape, arrays[0].shape, strict=True)
+        return [block if size == whole else size for size, whole, block in triples]
 
-# The parameter that is the shape of a result.
-SHAPES = {"reshape": "new_sizes"} | dict.fromkeys(
-    primitives("iota broadcast_in_dim random_bits"), "shape"
-)
+    return with_sizes(eqn, local_sizes)
 
 
 def _whole(array: ArrayLike) -> Tracked:

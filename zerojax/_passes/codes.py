@@ -19,13 +19,14 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from zerojax import _compat
-from zerojax._jaxprs import Atom, is_call, is_var, running, type_of
+from zerojax._jaxprs import Atom, Eqn, is_call, is_var, running, type_of, with_params, with_sizes
 from zerojax._passes.loss import Loss
 from zerojax._state.packed import Coding, Packed, is_packed
 from zerojax._types import PyTree
 
 # Equations that change no element of a weight. What they say of its sharding, its codes have too.
 _UNCHANGED = frozenset({"copy", "copy_p", "sharding_constraint", "stop_gradient"})
+_VIEWS = frozenset({"slice", "dynamic_slice", "reshape", "squeeze"})
 NAN = 255  # in all bytes of a row: its scales are NaN
 Codings = Sequence[Coding | None]
 
@@ -113,15 +114,12 @@ class _Level:
             return
         takes = [False] * len(eqn.invars)
         if name == "scan":
-            num_consts, num_carry = _compat.scan_counts(eqn.params)
-            first_x = num_consts + num_carry
-            takes = [
-                at < num_consts or (at >= first_x and type_of(v).ndim > 1)
-                for at, v in enumerate(eqn.invars)
-            ]
+            consts, carry, xs = Eqn(eqn).parts(eqn.invars)
+            takes = [True] * len(consts) + [False] * len(carry)
+            takes += [type_of(v).ndim > 1 for v in xs]
         elif name in _compat.REMAT:
             takes = [True] * len(eqn.invars)
-        elif is_call(eqn) and "jaxpr" in eqn.params:
+        elif is_call(eqn):
             takes = [is_var(v) and v not in self.decoded for v in eqn.invars]
         invars: list[Atom] = []
         codings: list[Coding | None] = []
@@ -157,20 +155,14 @@ class _Level:
             return True
         if not after or after[-1] != before[-1] or len(before) < 2:
             return False
-        params, row = dict(eqn.params), coding.row
-        if name == "slice":
-            params["limit_indices"] = (*params["limit_indices"][:-1], row)
-        elif name == "dynamic_slice":
-            params["slice_sizes"] = (*params["slice_sizes"][:-1], row)
-        elif name == "reshape" and params["dimensions"] is None:
-            params["new_sizes"] = (*params["new_sizes"][:-1], row)
-        elif name == "gather" and _takes_rows(eqn):
-            params["slice_sizes"] = (*params["slice_sizes"][:-1], row)
-            params["fill_value"] = NAN if params["fill_value"] else params["fill_value"]
-        elif name != "squeeze" or len(before) - 1 in params["dimensions"]:
+        fill, changed = Eqn(eqn).fill_value, Eqn(eqn).dimensions
+        if name == "gather" and _takes_rows(eqn):
+            eqn = with_params(eqn, fill_value=NAN if fill else fill)
+        elif name not in _VIEWS or len(before) - 1 in changed:
             return False
+        eqn = with_sizes(eqn, lambda sizes: (*sizes[:-1], coding.row))
         new = self.named(result, after, coding)
-        self.eqns.append(eqn.replace(invars=[codes, *eqn.invars[1:]], outvars=[new], params=params))
+        self.eqns.append(eqn.replace(invars=[codes, *eqn.invars[1:]], outvars=[new]))
         return True
 
 
@@ -179,10 +171,10 @@ def _takes_rows(eqn: JaxprEqn) -> bool:
 
     Those of indices that are out of bounds may be NaN or 0, which bytes can say.
     """
-    fill = eqn.params["fill_value"]
-    if fill and not np.isnan(fill):
+    params, rank = Eqn(eqn), type_of(eqn.invars[0]).ndim
+    if params.fill_value and not np.isnan(params.fill_value):
         return False
-    at, rank = eqn.params["dimension_numbers"], type_of(eqn.invars[0]).ndim
+    at = params.dimension_numbers
     last = rank - 1
     indexed = (*at.collapsed_slice_dims, *at.start_index_map, *at.operand_batching_dims)
     return last not in indexed and at.offset_dims[-1:] == (type_of(eqn.outvars[0]).ndim - 1,)

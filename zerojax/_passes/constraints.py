@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from zerojax import _axis_types, _compat
-from zerojax._jaxprs import Atom, is_var
+from zerojax._jaxprs import Atom, Eqn, is_var, mapped_params, params_of, with_params
 from zerojax._passes.loss import Loss
 from zerojax._passes.one_device import seeing
 from zerojax._specs import names_in
@@ -38,13 +38,12 @@ def named_axes(spec: PartitionSpec) -> set[str]:
 
 
 def is_constraint(eqn: JaxprEqn) -> bool:
-    by_spec = isinstance(eqn.params.get("sharding"), NamedSharding)
-    return eqn.primitive.name == "sharding_constraint" and by_spec
+    return eqn.primitive.name == "sharding_constraint" and hasattr(Eqn(eqn).sharding, "spec")
 
 
 def asked_of(eqn: JaxprEqn) -> NamedSharding | None:
     """Returns the sharding over Explicit axes that an operation was asked for."""
-    asked = (value for name, value in eqn.params.items() if name in ASKING)
+    asked = (value for name, value in params_of(eqn) if name in ASKING)
     return None if is_constraint(eqn) else next(filter(None, asked), None)
 
 
@@ -92,18 +91,18 @@ class _Dropper:
         eqns = []
         for eqn in inner.eqns:
             operands = list(map(named, eqn.invars))
-            if is_constraint(eqn) and self.says_nothing(**eqn.params):
+            if is_constraint(eqn) and self.says_nothing(Eqn(eqn)):
                 names[eqn.outvars[0]] = operands[0]
                 continue
             asked = asked_of(eqn)
             if asked and eqn.primitive.name == "reshard":
                 eqns += self.constraint(asked, operands[0], names, eqn.outvars[0])
                 continue
-            params = {name: self.param(name, value) for name, value in eqn.params.items()}
-            params |= dict.fromkeys(ASKING & params.keys() if asked else ())
+            asking = ASKING & vars(Eqn(eqn)).keys() if asked else ()
+            new = with_params(mapped_params(eqn, self.param), **dict.fromkeys(asking))
             outvars = list(map(declared, eqn.outvars))
             ctx = _compat.context_on(eqn, self.mesh)
-            eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, ctx=ctx))
+            eqns.append(new.replace(invars=operands, outvars=outvars, ctx=ctx))
             if asked:
                 eqns += self.constraint(asked, outvars[0], names, eqn.outvars[0])
         outvars = list(map(named, inner.outvars))
@@ -125,9 +124,9 @@ class _Dropper:
         names[result] = new = _compat.fresh(result, value.aval)
         return [eqn.replace(invars=[value], outvars=[new])]
 
-    def says_nothing(self, sharding: NamedSharding, layout: object, **_: object) -> bool:
+    def says_nothing(self, asks: Eqn) -> bool:
         """Whether no axis is left that a constraint could name."""
-        return layout is None and not self.mesh(sharding.mesh.abstract_mesh).auto_axes
+        return asks.layout is None and not self.mesh(asks.sharding.mesh.abstract_mesh).auto_axes
 
     def mesh(self, mesh: AbstractMesh) -> AbstractMesh:
         """Returns the step's mesh, whatever the loss saw in its place."""

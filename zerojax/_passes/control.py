@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxprs import Atom, is_var, type_of
+from zerojax._jaxprs import Atom, Eqn, is_var, type_of
 from zerojax._passes.block_runner import CARRIES, TOTALS, BlockRunner, Layouts, Tracked
 from zerojax._passes.blocks import Blocks
 from zerojax._types import is_key
@@ -44,7 +44,7 @@ def scoped(eqn: JaxprEqn) -> Generator[None]:
 
 
 def call(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
-    name = str(eqn.params.get("name"))
+    name = Eqn(eqn).name
 
     def named(code: Code) -> Code:
         code.__name__ = name
@@ -57,8 +57,7 @@ def call(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked
 
 
 def remat(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
-    options = {"policy": eqn.params["policy"], "prevent_cse": eqn.params["prevent_cse"]}
-    return traced(s, lambda code: jax.checkpoint(code, **options), eqn, operands)
+    return traced(s, lambda code: jax.checkpoint(code, **Eqn(eqn).options), eqn, operands)
 
 
 def traced(
@@ -75,9 +74,7 @@ def traced(
 
     def code(*arrays: Array) -> list[Array]:
         each = iter(arrays)
-        inputs = [
-            v if v.eqn is not None else dataclasses.replace(v, array=next(each)) for v in operands
-        ]
+        inputs = [v if v.eqn else dataclasses.replace(v, array=next(each)) for v in operands]
         with s.scope():
             results = s.run(*_compat.inner_jaxpr(eqn), inputs, eqn)
             outs[:] = [leave(v, eqn) if leave else s.settled(v, eqn) for v in results]
@@ -89,18 +86,18 @@ def traced(
 
 
 def scan(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
-    consts, count = _compat.scan_counts(eqn.params)
-    xs = [s.settled(v, eqn) for v in operands[consts + count :]]
+    fixed, carry, xs = Eqn(eqn).parts(operands)
+    xs = [s.settled(v, eqn) for v in xs]
     if any(x.at and x.at.dim == 0 for x in xs):
-        return scan_of_tokens(s, eqn, operands[: consts + count], xs)
-    carry, length = operands[consts : consts + count], eqn.params["length"]
+        return scan_of_tokens(s, eqn, [*fixed, *carry], xs)
+    length, count = Eqn(eqn).length, len(carry)
     of_row = [Tracked(v.shape[1:], at=_shifted(v, -1)) for v in xs]
 
     def loop(places: Layouts) -> list[Tracked]:
         rows: list[Tracked] = []
 
         def body(state: list[Array], row: list[Array]) -> Pair:
-            inputs = [*operands[:consts], *_like(carry, state, places), *_like(of_row, row)]
+            inputs = [*fixed, *_like(carry, state, places), *_like(of_row, row)]
             with s.scope(length):
                 outs = s.run(*_compat.inner_jaxpr(eqn), inputs, eqn)
                 state = returned(s, outs[:count], places, eqn)
@@ -108,8 +105,7 @@ def scan(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked
             return state, [v.array for v in rows]
 
         first = [s.array(v, at, eqn) for v, at in zip(carry, places, strict=True)]
-        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        state, ys = lax.scan(body, first, [v.array for v in xs], **options)
+        state, ys = lax.scan(body, first, [v.array for v in xs], **Eqn(eqn).options)
         results = [Tracked((length, *v.shape), at=_shifted(v, 1)) for v in rows]
         return [*_like(carry, state, places), *_like(results, ys)]
 
@@ -122,21 +118,18 @@ def _shifted(value: Tracked, by: int) -> Blocks | None:
 
 
 def while_loop(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked]:
-    params = eqn.params
-    tests = params["cond_nconsts"]
-    fixed = tests + params["body_nconsts"]
-    carry = operands[fixed:]
+    of_test, of_body, carry = Eqn(eqn).parts(operands)
 
     def loop(places: Layouts) -> list[Tracked]:
         def test(state: list[Array]) -> Array:
             with s.scope():
-                inputs = [*operands[:tests], *_like(carry, state, places)]
-                return s.array(s.run(*_compat.opened(params["cond_jaxpr"]), inputs)[0], None, eqn)
+                inputs = [*of_test, *_like(carry, state, places)]
+                return s.array(s.run(*_compat.opened(Eqn(eqn).cond_jaxpr), inputs)[0], None, eqn)
 
         def body(state: list[Array]) -> list[Array]:
             with s.scope():
-                inputs = [*operands[tests:fixed], *_like(carry, state, places)]
-                outs = s.run(*_compat.opened(params["body_jaxpr"]), inputs)
+                inputs = [*of_body, *_like(carry, state, places)]
+                outs = s.run(*_compat.inner_jaxpr(eqn), inputs)
                 return returned(s, outs, places, eqn)
 
         first = [s.array(v, at, eqn) for v, at in zip(carry, places, strict=True)]
@@ -153,7 +146,7 @@ def cond(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked]) -> list[Tracked
             with s.scope():
                 return returned(s, s.run(jaxpr, consts, operands[1:]), places, eqn)
 
-        codes = [functools.partial(branch, *_compat.opened(b)) for b in eqn.params["branches"]]
+        codes = [functools.partial(branch, *pair) for pair in _compat.closed_jaxprs(eqn)]
         with s.scope():  # what a branch sends counts if all of them return the same blocks
             arrays = lax.switch(s.array(operands[0], None, eqn), codes)
         return _like(results, arrays, places)
@@ -270,17 +263,18 @@ def scan_of_tokens(
     If all that it carries is sums, each device runs its block, and the sums are added up.
     Otherwise, the carry goes from device to device: each runs its block in its turn.
     """
-    consts, carried = _compat.scan_counts(eqn.params)
-    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    options = Eqn(eqn).options
+    length = options.pop("length")
     jaxpr, inner = _compat.inner_jaxpr(eqn)
-    pairs = zip(jaxpr.invars[consts : consts + carried], jaxpr.outvars, strict=False)
+    pairs = zip(Eqn(eqn).parts(jaxpr.invars)[1], jaxpr.outvars, strict=False)
     adds_up = all(_adds_up(jaxpr, *pair) for pair in pairs)
     # Sums may have the steps in any order, a carry in its own.
     places = (v.at for v in rows if v.at and v.at.dim == 0)
     at = next(places) if adds_up else Blocks(0)
     at = dataclasses.replace(at, home=None)
     whole = [Tracked(v.shape, jnp.asarray(s.array(v, None, eqn))) for v in others]
-    fixed, carry = whole[:consts], whole[consts:]
+    fixed, carry, _ = Eqn(eqn).parts(whole)
+    carried = len(carry)
     first = [_as_words(v.array) for v in carry]  # of keys there are no sums
     steps = [s.array(v, at, eqn) for v in rows]
     (count,) = s.axis.local((length,), at)
@@ -298,7 +292,6 @@ def scan_of_tokens(
         return new, outs[carried:]
 
     def block_of(state: list[Array]) -> Pair:
-        options = {"reverse": reverse, "unroll": eqn.params["unroll"]}
         return lax.scan(body, state, (steps, counts), **options)
 
     with scoped(eqn):
@@ -309,7 +302,7 @@ def scan_of_tokens(
         else:
             turns = s.axis.size - 1
             with s.sending(CARRIES, eqn, turns * sum(x.nbytes for x in first)):
-                state, ys = in_turn(s, block_of, first, reverse)
+                state, ys = in_turn(s, block_of, first, options["reverse"])
     shapes = [type_of(v).shape for v in eqn.outvars[carried:]]
     above = [Tracked(shape, y, at) for shape, y in zip(shapes, ys, strict=True)]
     return [*map(_as_keys, state, carry), *above]

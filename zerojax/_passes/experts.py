@@ -11,7 +11,6 @@ return. What can not be part of a trip gathers its experts, which is exact, and 
 
 import contextlib
 import dataclasses
-import itertools
 import math
 from collections import Counter
 from collections.abc import Generator, Sequence
@@ -23,7 +22,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxprs import RAGGED, type_of
+from zerojax._jaxprs import RAGGED, Eqn, type_of
 from zerojax._passes.block_runner import (
     OTHERS,
     TOTALS,
@@ -129,10 +128,11 @@ class Keeper(BlockRunner):
     ) -> list[Tracked]:
         name = caller.primitive.name if caller else ""
         if caller is not None and self.callers_of[-1][0] is caller:
-            first, carried = _compat.scan_counts(caller.params) if name == "scan" else (0, 0)
-            pairs = enumerate(zip(self.callers_of[-1][1], inputs, strict=False))
-            is_same = [self.is_same(v) and not first <= k < first + carried for k, (v, _) in pairs]
-            self.same.update(itertools.compress(inputs, is_same))
+            pairs = list(zip(self.callers_of[-1][1], inputs, strict=False))
+            if name == "scan":
+                fixed, _, rows = Eqn(caller).parts(pairs)
+                pairs = fixed + rows
+            self.same.update(inside for v, inside in pairs if self.is_same(v))
         self.loads.append([])
         outs = super().run(jaxpr, consts, inputs, caller)
         loads = self.loads.pop()
@@ -192,7 +192,7 @@ class Keeper(BlockRunner):
         results = super().results(eqn, operands)
         self.callers_of.pop()
         gathers = any(each.what == OTHERS for each in sent[before:])
-        fixed = _compat.scan_counts(eqn.params)[0] if name == "scan" else 0
+        fixed = len(Eqn(eqn).parts(operands)[0]) if name == "scan" else 0
         if gathers and any(map(self.natural, operands[:fixed])):  # each turn would
             del sent[before:]
             once = [self.gathered(v, eqn) for v in operands[:fixed]]
@@ -309,17 +309,15 @@ class Keeper(BlockRunner):
 
 
 def _is_inlined(eqn: JaxprEqn) -> bool:
-    is_ours = str(eqn.params.get("name")).startswith("zerojax_")
-    return eqn.primitive.name in _compat.CALLS and not is_ours
+    return eqn.primitive.name in _compat.CALLS and not Eqn(eqn).name.startswith("zerojax_")
 
 
 def _scans_experts(eqn: JaxprEqn, operands: Sequence[Tracked]) -> bool:
-    rows = operands[sum(_compat.scan_counts(eqn.params)) :]
-    return any(v.at and v.at.dim == 0 for v in rows)
+    return any(v.at and v.at.dim == 0 for v in Eqn(eqn).parts(operands)[2])
 
 
 def _for_matmul(eqn: JaxprEqn, places: Layouts, is_start: bool) -> Layouts | None:
-    (contract, batch), wanted = eqn.params["dimension_numbers"], list(places)
+    (contract, batch), wanted = Eqn(eqn).factors, list(places)
     for k, at in enumerate(places):
         for dims in (batch, contract):
             if at and at.dim in dims[k] and wanted[1 - k] is None:

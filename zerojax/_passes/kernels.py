@@ -19,7 +19,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from zerojax import _compat
-from zerojax._jaxprs import inferred, primitives, type_of, unclosed
+from zerojax._jaxprs import Eqn, inferred, primitives, type_of, unclosed, with_params
 from zerojax._passes.block_runner import KEYS, BlockRunner, Ruled, Tracked
 from zerojax._passes.blocks import Blocks, with_
 from zerojax._types import Shape
@@ -55,7 +55,7 @@ def shared(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], _: Blocks) ->
         return None
     tokens = {at.length(v.shape) for v, at in zip(operands, natural, strict=True) if at}
     cuts = list[tuple[float, int, CutDims]]()
-    for axis in range(len(eqn.params["grid_mapping"].grid)):
+    for axis in range(len(Eqn(eqn).grid_mapping.grid)):
         try:
             dims = _dims(eqn, axis, size)
         except _UncutError:
@@ -82,30 +82,30 @@ def shared(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], _: Blocks) ->
 
 def _dims(eqn: JaxprEqn, axis: int, size: int) -> CutDims:
     """Returns what an axis of a kernel's grid cuts; raises where devices cannot share that axis."""
-    params, mapping = eqn.params, eqn.params["grid_mapping"]
+    params, (jaxpr, _) = Eqn(eqn), _compat.inner_jaxpr(eqn)
+    mapping = params.grid_mapping
     count, numbers = mapping.grid[axis], range(len(mapping.grid))
     in_kernel = [k for k in numbers if k not in mapping.vmapped_dims]
-    eqns = _compat.every_eqn(params["jaxpr"])
-    asked = {in_kernel[e.params["axis"]] for e in eqns if e.primitive.name in OF_A_PLACE}
+    asks = (e for e in _compat.every_eqn(jaxpr) if e.primitive.name in OF_A_PLACE)
+    asked = {in_kernel[Eqn(e).axis] for e in asks}
     is_even = all(isinstance(n, int) for n in mapping.grid) and count % size == 0
-    is_other = mapping.num_index_operands or mapping.grid_names or params.get("mesh")
+    is_other = mapping.num_index_operands or mapping.grid_names or params.mesh
     if axis in asked or not is_even or is_other:
         raise _UncutError
     # Scratch memory has at each place what the one before left there.
-    semantics = getattr(params["compiler_params"], "dimension_semantics", None) or ()
+    semantics = getattr(params.compiler_params, "dimension_semantics", None) or ()
     kinds = map(str, semantics if len(semantics) == len(in_kernel) else ())
     parallel = {k for k, kind in zip(in_kernel, kinds, strict=False) if "parallel" in kind.lower()}
     if mapping.scratch_avals and axis not in parallel.union(mapping.vmapped_dims):
         raise _UncutError
     dims = [_dim(block, axis, count, size) for block in mapping.block_mappings]
     inputs, outputs = dims[: mapping.num_inputs], dims[mapping.num_inputs :]
-    names = zip(params["jaxpr"].invars, inputs, strict=False)
-    effects = (e for e in params["jaxpr"].effects if type(e).__name__ in WRITES)
-    written = {e.input for e in effects}
+    names = zip(jaxpr.invars, inputs, strict=False)
+    written = {e.input for e in jaxpr.effects if type(e).__name__ in WRITES}  # type: ignore
     # Each place adds to the same array.
     if None in (*outputs, *(dim for name, dim in names if name in written)):
         raise _UncutError
-    if any(inputs[k] != outputs[n] for k, n in params["input_output_aliases"]):
+    if any(inputs[k] != outputs[n] for k, n in params.input_output_aliases):
         raise _UncutError
     return dims
 
@@ -149,12 +149,10 @@ def _on_share(eqn: JaxprEqn, axis: int, dims: CutDims, size: int) -> JaxprEqn:
             return aval
         return aval.update(shape=with_(aval.shape, dim, aval.shape[dim] // size))
 
-    mapping, outs = eqn.params["grid_mapping"], eqn.params["out_avals"]
+    mapping, outs = Eqn(eqn).grid_mapping, map(type_of, eqn.outvars)
     pairs = zip(mapping.block_mappings, dims, strict=True)
     blocks = [dataclasses.replace(b, array_aval=cut(b.array_aval, dim)) for b, dim in pairs]
     grid = with_(mapping.grid, axis, mapping.grid[axis] // size)
-    changed = {
-        "grid_mapping": dataclasses.replace(mapping, grid=grid, block_mappings=tuple(blocks)),
-        "out_avals": tuple(map(cut, outs, dims[mapping.num_inputs :])),
-    }
-    return eqn.replace(params=eqn.params | changed)
+    mapping = dataclasses.replace(mapping, grid=grid, block_mappings=tuple(blocks))
+    out_avals = tuple(map(cut, outs, dims[mapping.num_inputs :]))
+    return with_params(eqn, grid_mapping=mapping, out_avals=out_avals)

@@ -24,16 +24,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
-from zerojax._jaxprs import (
-    Atom,
-    Inliner,
-    Var,
-    alive,
-    inferred,
-    is_var,
-    reads,
-    type_of,
-)
+from zerojax._jaxprs import Atom, Eqn, Inliner, Var, alive, inferred, is_var, reads, type_of
 from zerojax._kernel.pieces import CONST, WEIGHT
 from zerojax._passes.loss import Loss
 from zerojax._passes.one_device import typed
@@ -134,7 +125,7 @@ class _Layered:
                 for inner in self.inliner.flat(self.inliner.expand(eqn)):
                     self.visit(inner)
                 if is_inside:
-                    self.flush(at + 1, functools.partial(_checkpointed, eqn=eqn))
+                    self.flush(at + 1, functools.partial(jax.checkpoint, **Eqn(eqn).options))
             else:
                 self.visit(eqn)
         self.flush(len(self.eqns), self.wrap)
@@ -230,33 +221,26 @@ class _Layered:
         def inside(values: Sequence[Array]) -> list[Array]:
             return _Layered(inner, values, kinds, self.count, self.wrap).run()
 
-        return _checkpointed(inside, eqn)([self.value(v) for v in eqn.invars])
+        return jax.checkpoint(inside, **Eqn(eqn).options)([self.value(v) for v in eqn.invars])
 
     def loop(self, eqn: JaxprEqn, kinds: Sequence[str]) -> list[Array]:
         """Returns the outputs of a scan whose body runs all microbatches."""
-        num_consts, num_carry = _compat.scan_counts(eqn.params)
-        first_x = num_consts + num_carry
         body = _compat.inner_jaxpr(eqn)
-        consts = [self.value(v) for v in eqn.invars[:num_consts]]
-        carry = [self.stacked(v) for v in eqn.invars[num_consts:first_x]]
-        values = zip(map(self.value, eqn.invars[first_x:]), kinds[first_x:], strict=True)
+        fixed, carried, rows = Eqn(eqn).parts(eqn.invars)
+        of_fixed, _, of_rows = Eqn(eqn).parts(kinds)
+        consts, carry = list(map(self.value, fixed)), list(map(self.stacked, carried))
+        values = zip(map(self.value, rows), of_rows, strict=True)
         xs = [jnp.swapaxes(x, 0, 1) if kind == MICROBATCH else x for x, kind in values]
-        kinds = [*kinds[:num_consts], *[MICROBATCH] * num_carry, *kinds[first_x:]]
+        kinds = [*of_fixed, *[MICROBATCH] * len(carry), *of_rows]
 
         def layer(carry: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
             inputs = [*consts, *carry, *xs]
             # The user decides what backward keeps of each microbatch, as in any loop.
             outs = _Layered(body, inputs, kinds, self.count, lambda f: f).run()
-            return outs[:num_carry], outs[num_carry:]
+            return outs[: len(carry)], outs[len(carry) :]
 
-        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, ys = lax.scan(layer, carry, xs, **options)
+        carry, ys = lax.scan(layer, carry, xs, **Eqn(eqn).options)
         return [*carry, *(jnp.swapaxes(y, 0, 1) for y in ys)]
-
-
-def _checkpointed(function: Callable[..., PyTree], eqn: JaxprEqn) -> Callable[..., PyTree]:
-    policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-    return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
 # -- weights that all microbatches read
@@ -317,12 +301,11 @@ def _has_layers(jaxpr: Jaxpr, kinds: Sequence[str]) -> bool:
 
 def _contains_layers(eqn: JaxprEqn, kinds: Sequence[str]) -> bool:
     """Whether an equation is a loop over layers, or has one inside."""
-    kinds = list(kinds)
     if eqn.primitive.name == "scan":
-        num_consts, num_carry = _compat.scan_counts(eqn.params)
-        if WEIGHT in kinds[num_consts + num_carry :]:
+        consts, carry, xs = Eqn(eqn).parts(kinds)
+        if WEIGHT in xs:
             return True
-        kinds[num_consts : num_consts + num_carry] = [MICROBATCH] * num_carry
+        kinds = [*consts, *[MICROBATCH] * len(carry), *xs]
     # Of a `cond`, the operands after its predicate are the inputs of each branch.
     inner = [jaxpr for jaxpr in _compat.inner_jaxprs(eqn) if len(jaxpr.invars) <= len(kinds)]
     return any(_has_layers(jaxpr, kinds[len(kinds) - len(jaxpr.invars) :]) for jaxpr in inner)

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxprs import LINEAR, Inliner, alive, inferred, is_call, reads, type_of
+from zerojax._jaxprs import LINEAR, Eqn, Inliner, alive, inferred, is_call, reads, type_of
 from zerojax._passes.loss import Loss
 from zerojax._types import wide
 
@@ -112,7 +112,7 @@ def zerojax_count(count: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _calls(eqn: JaxprEqn, name: str) -> bool:
-    return is_call(eqn) and eqn.params.get("name") == name
+    return is_call(eqn) and Eqn(eqn).name == name
 
 
 # -- counts of all microbatches

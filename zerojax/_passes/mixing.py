@@ -21,7 +21,8 @@ from jax.extend.core import JaxprEqn, Var
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
-from zerojax._jaxprs import nbytes, primitives, type_of
+from zerojax._jaxprs import Eqn, nbytes, params_of, primitives, type_of, with_params
+from zerojax._parallel import SCATTERS, parallel
 from zerojax._passes.block_runner import (
     HALO,
     HEADS,
@@ -36,7 +37,6 @@ from zerojax._passes.block_runner import (
 )
 from zerojax._passes.blocks import Blocks, with_
 from zerojax._passes.control import CONTROL, scoped
-from zerojax._passes.parallel import SCATTERS, parallel
 from zerojax._types import PyTree
 
 # -- matmuls of tokens, and so attention
@@ -48,7 +48,7 @@ def multiplied(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], _: Blocks
     Where tokens meet tokens, as queries and keys do, the side whose tokens something sums over next
     is gathered; or both exchange tokens for heads, where that sends less.
     """
-    contract, batch = eqn.params["dimension_numbers"]
+    contract, batch = Eqn(eqn).factors
     maps, places, size = parallel(eqn), list(map(s.natural, operands)), s.axis.size
     after = [at and at.moved(dims) for at, dims in zip(places, maps, strict=True)]
     shape = type_of(eqn.outvars[0]).shape
@@ -104,15 +104,13 @@ def _steps_to_sum(s: BlockRunner, var: Var, dim: int) -> float:
             outs = zip(jaxpr.outvars, caller.outvars, strict=False)
             ahead.extend((steps, o, dim, callers[:-1]) for v, o in outs if v is var)
         for eqn, k in s.readers(jaxpr).get(var, []):
-            name, params = eqn.primitive.name, eqn.params
-            axes = params.get("axes", ()) if name.startswith(("reduce_", "arg")) else ()
-            if name == "dot_general":
-                axes = params["dimension_numbers"][0][k]
-            if dim in axes:
+            name = eqn.primitive.name
+            axes = Eqn(eqn).factors[0][k] if name == "dot_general" else Eqn(eqn).reduced
+            if dim in (axes or ()):
                 return steps
             if name in CONTROL and name not in ("while", "cond"):
                 inner, _ = _compat.inner_jaxpr(eqn)
-                is_row = name == "scan" and k >= sum(_compat.scan_counts(params))
+                is_row = name == "scan" and k in Eqn(eqn).parts(range(len(eqn.invars)))[2]
                 below = inner.invars[k], dim - is_row
                 ahead.append((steps, *below, (*callers, (inner, eqn))))
             elif (at := s.after(eqn, k, Blocks(dim))) is not None:
@@ -126,11 +124,11 @@ CUDNNS = (_compat.ATTENTION, _compat.ATTENTION.replace("fwd", "bwd"))
 
 def fused_attention(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], _: Blocks) -> Ruled:
     """cuDNN's attention, forward or backward: on all tokens of this device's share of the heads."""
-    tokens = _compat.sequence_dim(eqn)
+    tokens = 1 + Eqn(eqn).layout
     heads, size = 3 - tokens, s.axis.size
     shapes = [type_of(v).shape for v in eqn.invars]
     # Over some of the heads, it would drop others.
-    if any(shape[heads] % size for shape in shapes[:3]) or eqn.params["dropout_rate"]:
+    if any(shape[heads] % size for shape in shapes[:3]) or Eqn(eqn).dropout_rate:
         return None
 
     def place(k: int, shape: tuple[int, ...]) -> Blocks | None:
@@ -152,7 +150,7 @@ BIAS = 3  # its place among the operands, and that of its gradient
 
 
 def reduced(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks) -> Ruled:
-    (value,), name, axes = operands, eqn.primitive.name, eqn.params["axes"]
+    (value,), name, axes = operands, eqn.primitive.name, Eqn(eqn).axes
     array = s.array(value, at, eqn)
     array = s.axis.counting(array, at, value.shape, neutral(name, array.dtype))
     is_best = name in ("reduce_max", "reduce_min") and jnp.issubdtype(array.dtype, jnp.floating)
@@ -164,7 +162,7 @@ def reduced(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks) 
             return [Tracked(out.shape, out)]
         part = _compat.bind(eqn, [lax.stop_gradient(array) if is_best else array])[0]
         parts = lax.all_gather(part, s.axis.name)
-        out = _compat.bind(eqn.replace(params={**eqn.params, "axes": (0,)}), [parts])[0]
+        out = _compat.bind(with_params(eqn, axes=(0,)), [parts])[0]
         out = s.axis.shared(array, axes, out) if is_best else out
     return [Tracked(out.shape, out)]
 
@@ -182,17 +180,17 @@ def accumulated(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Bloc
     """A cumulative sum: of a block, and what all blocks before it add up to."""
     if not at.is_plain:
         return None
-    (value,), name, params = operands, eqn.primitive.name, eqn.params
+    (value,), name, reverse = operands, eqn.primitive.name, Eqn(eqn).reverse
     array = s.array(value, at, eqn)
     fill = neutral(name, array.dtype)
     array = _compat.bind(eqn, [s.axis.counting(array, at, value.shape, fill)])[0]
-    total = lax.index_in_dim(array, 0 if params["reverse"] else -1, at.dim)
+    total = lax.index_in_dim(array, 0 if reverse else -1, at.dim)
     with s.sending(TOTALS, eqn, s.axis.size * total.nbytes):
         totals = lax.all_gather(total, s.axis.name)
     devices = lax.broadcasted_iota(jnp.int32, totals.shape, 0)
-    is_before = devices > s.axis.index if params["reverse"] else devices < s.axis.index
+    is_before = devices > s.axis.index if reverse else devices < s.axis.index
     totals = jnp.where(is_before, totals, jnp.asarray(fill, totals.dtype))
-    of_devices = eqn.replace(params={**params, "axis": 0, "reverse": False})
+    of_devices = with_params(eqn, axis=0, reverse=False)
     out = JOINS[name](array, _compat.bind(of_devices, [totals])[0][-1])
     if name == "cumlogsumexp":
         out = jnp.where(out <= fill, -jnp.inf, out)
@@ -214,7 +212,7 @@ JOINS: dict[str, Callable[..., Array]] = {
 def windowed(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks) -> Ruled:
     """Element i of a result reads `width` elements, `dilation` apart, from `first + i * stride` on,
     of an operand with `every - 1` elements put between two of its own."""
-    (value, *others), params, k = operands, dict(eqn.params), at.dim
+    (value, *others), params, k = operands, Eqn(eqn), at.dim
     if not at.is_plain or any(map(s.natural, others)):
         return None
     size, shape, dim = s.axis.size, type_of(eqn.outvars[0]).shape, k
@@ -224,24 +222,24 @@ def windowed(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks)
         case "slice":
             if shape[dim] < size:
                 return rewritten(s, eqn, operands, at)
-            params["strides"] = params["strides"] or (1,) * len(shape)
-            first, stride = params["start_indices"][dim], params["strides"][dim]
+            first = params.start_indices[dim]
+            stride = params.strides[dim] if params.strides else 1
         case "pad":
-            low, _, interior = params["padding_config"][dim]
+            low, _, interior = params.padding_config[dim]
             first, every, fill = -low, interior + 1, s.array(others[0], None, eqn)
         case "conv_general_dilated":
-            lhs, rhs, out = params["dimension_numbers"]
+            lhs, rhs, out = params.dimension_numbers
             if dim not in lhs[2:]:
                 return None
             k = lhs.index(dim) - 2
             dim, width = out[k + 2], others[0].shape[rhs[k + 2]]
-            every, dilation = params["lhs_dilation"][k], params["rhs_dilation"][k]
+            every, dilation = params.lhs_dilation[k], params.rhs_dilation[k]
         case name:
             fill = neutral(name, type_of(eqn.invars[0]).dtype)
-            width = params["window_dimensions"][k]
-            every, dilation = params["base_dilation"][k], params["window_dilation"][k]
-    if "padding" in params:
-        first, stride = -params["padding"][k][0], params["window_strides"][k]
+            width = params.window_dimensions[k]
+            every, dilation = params.base_dilation[k], params.window_dilation[k]
+    if params.padding:
+        first, stride = -params.padding[k][0], params.window_strides[k]
         if every > 1:
             return None
     block, length = s.axis.block(shape[dim]), value.shape[at.dim]
@@ -254,9 +252,10 @@ def windowed(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks)
         array = s.axis.window(s.array(value, at, eqn), at.dim, length, starts, read, fill)
     of_block = {"start_indices": 0, "limit_indices": read, "padding": (0, 0)}
     of_block["padding_config"] = (every - 1, block, every - 1) if every > 1 else (0, 0, 0)
-    changed = {name: with_(params[name], k, of_block[name]) for name in params.keys() & of_block}
+    changed = params_of(eqn)
+    changed = {name: with_(v, k, of_block[name]) for name, v in changed if name in of_block}
     arrays = [array, *(s.array(v, None, eqn) for v in others)]
-    array = _compat.bind(eqn.replace(params=params | changed), arrays)[0]
+    array = _compat.bind(with_params(eqn, **changed), arrays)[0]
     if every > 1:
         phases = [every - 1 + first + i * block - every * start for i, start in enumerate(starts)]
         array = lax.dynamic_slice_in_dim(array, s.axis.own(phases), block, dim)
@@ -296,14 +295,15 @@ def rewritten(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks
 
 def _few(eqn: JaxprEqn, dim: int, value: Array, *starts: Array) -> Array:
     """A slice of few tokens, or of tokens whose place is computed, as elements by their place."""
-    params, shape, whole = eqn.params, type_of(eqn.outvars[0]).shape, value.shape[dim]
+    shape, whole = type_of(eqn.outvars[0]).shape, value.shape[dim]
     if starts:
         numbers = jnp.clip(starts[dim], 0, whole - shape[dim]) + jnp.arange(shape[dim])
         starts = with_(starts, dim, jnp.zeros_like(starts[dim]))
         value = lax.dynamic_slice(value, starts, with_(shape, dim, whole))
     else:
-        first, limits = params["start_indices"], params["limit_indices"]
-        strides = params["strides"] or (1,) * len(shape)
+        params = Eqn(eqn)
+        first, limits = params.start_indices, params.limit_indices
+        strides = params.strides or (1,) * len(shape)
         numbers = jnp.arange(first[dim], limits[dim], strides[dim])
         limits, strides = with_(limits, dim, whole), with_(strides, dim, 1)
         value = lax.slice(value, with_(first, dim, 0), limits, strides)
@@ -311,19 +311,18 @@ def _few(eqn: JaxprEqn, dim: int, value: Array, *starts: Array) -> Array:
 
 
 def _slices(eqn: JaxprEqn, dim: int, value: Array) -> list[Array]:
-    ends = [0, *itertools.accumulate(eqn.params["sizes"])]
+    ends = [0, *itertools.accumulate(type_of(v).shape[dim] for v in eqn.outvars)]
     return [lax.slice_in_dim(value, *pair, axis=dim) for pair in itertools.pairwise(ends)]
 
 
 def _joined(eqn: JaxprEqn, dim: int, *arrays: Array) -> Array:
     """Each operand, padded, from its first place on."""
     shape, offset = type_of(eqn.outvars[0]).shape, 0
-    numbers = lax.broadcasted_iota(jnp.int32, shape, eqn.params["dimension"])
+    numbers = lax.broadcasted_iota(jnp.int32, shape, dim)
     result = jnp.zeros(shape, arrays[0].dtype)
     for array in arrays:
-        widths = with_(
-            ((0, 0, 0),) * len(shape), dim, (offset, shape[dim] - offset - array.shape[dim], 0)
-        )
+        around = offset, shape[dim] - offset - array.shape[dim], 0
+        widths = with_(((0, 0, 0),) * len(shape), dim, around)
         padded = lax.pad(array, jnp.zeros((), array.dtype), widths)
         result = lax.select(numbers >= offset, padded, result)
         offset += array.shape[dim]
@@ -332,11 +331,11 @@ def _joined(eqn: JaxprEqn, dim: int, *arrays: Array) -> Array:
 
 def _place_of_largest(eqn: JaxprEqn, dim: int, value: Array) -> Array:
     """The first one; of the smallest, for `argmin`."""
-    axes, reduce = eqn.params["axes"], getattr(lax, eqn.primitive.name.replace("arg", "reduce_"))
+    axes, reduce = (dim,), getattr(lax, eqn.primitive.name.replace("arg", "reduce_"))
     value = lax.optimization_barrier(value)  # computed twice, it might differ
-    numbers = lax.broadcasted_iota(eqn.params["index_dtype"], value.shape, axes[0])
+    numbers = lax.broadcasted_iota(type_of(eqn.outvars[0]).dtype, value.shape, dim)
     hits = (value == jnp.expand_dims(reduce(value, axes), axes)) | (value != value)
-    return lax.reduce_min(jnp.where(hits, numbers, value.shape[axes[0]]), axes)
+    return lax.reduce_min(jnp.where(hits, numbers, value.shape[dim]), axes)
 
 
 REWRITTEN: dict[str, Callable[..., PyTree]] = {
@@ -352,32 +351,27 @@ REWRITTEN: dict[str, Callable[..., PyTree]] = {
 
 def picked(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks) -> Ruled:
     """Elements of tokens whose places are whole: each comes from the device that has it."""
-    (value, index), params, other = operands, eqn.params, s.natural(operands[1])
-    if at.dim not in params["dimension_numbers"].start_index_map:
+    (value, index), params, other = operands, Eqn(eqn), s.natural(operands[1])
+    if at.dim not in params.dimension_numbers.start_index_map:
         return None
-    column = params["dimension_numbers"].start_index_map.index(at.dim)
+    column = params.dimension_numbers.start_index_map.index(at.dim)
     length, shape = value.shape[at.dim], type_of(eqn.outvars[0]).shape
     if other is not None:
         # As in `x[jnp.arange(n), labels]`: those of tokens that a loss looks up by counting them.
         numbers, row = s.constant(index, column), other.dim
         if numbers is None or at != dataclasses.replace(other, dim=at.dim):
             return None
-        if (
-            numbers.shape[row] != length
-            or (np.moveaxis(numbers, row, -1) != np.arange(length)).any()
-        ):
+        counts = np.moveaxis(numbers, row, -1)
+        if counts.shape[-1] != length or (counts != np.arange(length)).any():
             return None
         here = s.array(index, other, eqn)
         here = here.at[..., column].set(lax.broadcasted_iota(here.dtype, here.shape[:-1], row))
-        return [
-            Tracked(
-                shape, _compat.bind(eqn, [s.array(value, at, eqn), here])[0], s.after(eqn, 1, other)
-            )
-        ]
-    if params["slice_sizes"][at.dim] != 1 or not at.is_plain:
+        out = _compat.bind(eqn, [s.array(value, at, eqn), here])[0]
+        return [Tracked(shape, out, s.after(eqn, 1, other))]
+    if params.slice_sizes[at.dim] != 1 or not at.is_plain:
         return None
     indices = s.array(index, None, eqn)
-    if params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+    if params.mode != lax.GatherScatterMode.FILL_OR_DROP:
         indices = indices.at[..., column].set(jnp.clip(indices[..., column], 0, length - 1))
     here, has = _here(s, indices, column, length)
     # The first device has what is nowhere.
@@ -414,10 +408,11 @@ def torn(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks) -> 
 def scattered(s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks) -> Ruled:
     """Tokens added to what is whole, or single elements put into blocks of tokens."""
     value, index, updates = operands
-    numbers, (of_value, place, moved) = eqn.params["dimension_numbers"], map(s.natural, operands)
+    params, (of_value, place, moved) = Eqn(eqn), map(s.natural, operands)
+    numbers = params.dimension_numbers
     if of_value:
         dims, is_whole = numbers.scatter_dims_to_operand_dims, place is None and moved is None
-        drops = "FILL" in str(eqn.params["mode"]) and at.dim in numbers.inserted_window_dims
+        drops = "FILL" in str(params.mode) and at.dim in numbers.inserted_window_dims
         if not (is_whole and drops and at.is_plain and at.dim in dims):
             return None
         here, _ = _here(s, s.array(index, None, eqn), dims.index(at.dim), value.shape[at.dim])

@@ -35,6 +35,7 @@ from zerojax._jaxprs import (
     is_checkpoint,
     is_var,
     reads,
+    running,
     same_as,
     type_of,
     unclosed,
@@ -361,8 +362,8 @@ def one_for_all(eqns: Sequence[JaxprEqn], operand: Callable[[tuple[Atom, ...]], 
         operands = zip(*(one.invars for one in each), strict=True)
         first = each[0].replace(invars=list(map(joined, operands)))
         body.append(one_for_all([first, *each[1:]], inside))
-    eqn = _compat.with_inner_jaxpr(eqn, jaxprs[0].replace(eqns=body), list(inner.values()))
-    return eqn.replace(invars=[*eqn.invars, *inner])
+    jaxpr = _compat.make_jaxpr(body, [*jaxprs[0].invars, *inner.values()], jaxprs[0].outvars)
+    return running(eqn, jaxpr).replace(invars=[*eqn.invars, *inner])
 
 
 def _keeps(primitive: Any, *_: Any, **__: Any) -> bool:

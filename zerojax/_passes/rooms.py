@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from zerojax import _compat
-from zerojax._jaxprs import RAGGED, type_of, unclosed
+from zerojax._jaxprs import RAGGED, Eqn, type_of, unclosed
 from zerojax._passes.block_runner import BlockRunner, Layouts, TokenRule, Tracked
 from zerojax._passes.blocks import Axis, Blocks
 from zerojax._passes.trips import ROWS, Cargo, Here, Trip
@@ -35,12 +35,12 @@ BLOCKS = 4
 
 def for_ragged(eqn: JaxprEqn, operands: Sequence[Tracked]) -> Layouts | None:
     """Returns the blocks of operands of a `ragged_dot` of rows by experts; None for another."""
-    numbers, weights = eqn.params["ragged_dot_dimension_numbers"], operands[1].at
+    numbers, weights = Eqn(eqn).ragged_dot_dimension_numbers, operands[1].at
     groups, rows = list(numbers.rhs_group_dimensions), list(numbers.lhs_ragged_dimensions)
-    (contract, _), (batch, _) = numbers.dot_dimension_numbers
+    (contract, _), (batch, _) = Eqn(eqn).factors
     if weights is None or groups != [weights.dim] or rows != [0] or 0 in contract or batch:
         return None
-    return [Blocks(0), weights, None] if eqn.params["group_offset"] is None else None
+    return [Blocks(0), weights, None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,12 +231,8 @@ def _multiplied(
     s: BlockRunner, eqn: JaxprEqn, operands: list[Tracked], at: Blocks
 ) -> list[Tracked]:
     rows, weights, sizes = operands
-    ((contract, of_weights), _), group = (
-        eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers,
-        weights.at.dim if weights.at else 0,
-    )
-    x, (expert, experts) = s.array(rows, at, eqn), sizes.array
-    options = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
+    (contract, of_weights), group = Eqn(eqn).factors[0], weights.at.dim if weights.at else 0
+    x, (expert, experts), options = s.array(rows, at, eqn), sizes.array, Eqn(eqn).options
     if experts == 1:
         dims = [d - (d > group) for d in of_weights]
         w = lax.squeeze(weights.array, (group,))

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn
 
 from zerojax import _compat
-from zerojax._jaxprs import Atom, Inliner, Keys, Var, is_checkpoint, is_var, reads, type_of
+from zerojax._jaxprs import Atom, Inliner, Keys, Var, is_checkpoint, is_var, reads, running, type_of
 from zerojax._kernel.places import LeafPlan
 from zerojax._kernel.travel import Codec
 
@@ -88,8 +88,8 @@ class Repeats:
             return eqn
         self.inliner.aliases |= passed
         kept = [out for out in outs if out not in passed]
-        jaxpr = jaxpr.replace(outvars=[outs[out] for out in kept])
-        return _compat.with_inner_jaxpr(eqn, jaxpr, ()).replace(outvars=kept)
+        jaxpr = _compat.make_jaxpr(jaxpr.eqns, jaxpr.invars, [outs[out] for out in kept])
+        return running(eqn, jaxpr).replace(outvars=kept)
 
     def rows_first(self, eqns: list[JaxprEqn]) -> list[JaxprEqn]:
         """Returns the equations, with slices of what is no weight's (`masks[number]`) right behind

@@ -48,7 +48,7 @@ def _summed_wide(jaxpr: Jaxpr, tables: Collection[Var]) -> Jaxpr:
             tables.update(eqn.outvars)
         if eqn.primitive.name == "gather" and reads[0]:
             return _rows_summed_wide(eqn)
-        if not (any(reads) and is_call(eqn) and "jaxpr" in eqn.params):
+        if not (any(reads) and is_call(eqn)):
             return eqn
         inner, _ = _compat.inner_jaxpr(eqn)
         new = _summed_wide(inner, {*itertools.compress(inner.invars, reads)})

@@ -26,21 +26,24 @@ from zerojax import _compat
 from zerojax._jaxprs import (
     ELEMENTWISE,
     Atom,
+    Eqn,
     Inliner,
     alive,
     evaluate,
+    is_function,
     is_var,
+    params_of,
     primitives,
     read,
     reads,
     type_of,
 )
+from zerojax._parallel import parallel
 
 SAME, MIXED = "same", "mixed"
 Label = int | str
-EXPANDED = _compat.CALLS | _compat.REMAT | {"custom_jvp_call", "custom_vjp_call"}
-REDUCTIONS = primitives(
-    "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
+MOVED = ELEMENTWISE | primitives(
+    "broadcast_in_dim concatenate dot_general pad slice squeeze transpose"
 )
 SUMS = {"reduce_sum": jnp.floating, "reduce_or": jnp.bool_}
 
@@ -117,7 +120,7 @@ def is_sum(eqn: JaxprEqn) -> bool:
 
 def flat(jaxpr: Jaxpr, consts: Sequence[ArrayLike] = ()) -> Flat:
     inliner = Inliner()
-    eqns = list(inliner.flat(jaxpr.eqns, lambda eqn: eqn.primitive.name in EXPANDED))
+    eqns = list(inliner.flat(jaxpr.eqns, is_function))
     constants = dict(zip(jaxpr.constvars, consts, strict=True)) | inliner.constants
     return Flat(list(jaxpr.invars), eqns, list(map(inliner.named, jaxpr.outvars)), constants)
 
@@ -221,68 +224,25 @@ def _made(full: JaxprEqn, one: JaxprEqn, k: int) -> Label:
     a, b = type_of(full.outvars[k]).shape, type_of(one.outvars[k]).shape
     name = full.primitive.name
     if a == b:
-        return SAME if str(full.params) == str(one.params) else MIXED
+        return SAME if str(params_of(full)) == str(params_of(one)) else MIXED
     if len(a) != len(b) or name not in ("broadcast_in_dim", "iota"):
         return MIXED
     dim = next(d for d in range(len(a)) if a[d] != b[d])
-    if name == "iota":
-        return MIXED if dim == full.params["dimension"] else dim
-    dims = full.params["broadcast_dimensions"]
-    varies = dim in dims and type_of(full.invars[0]).shape[dims.index(dim)] != 1
-    return MIXED if varies else dim
+    varying = [Eqn(full).dimension] if name == "iota" else parallel(full)[0].values()
+    return MIXED if dim in varying else dim
 
 
 def _moved(full: JaxprEqn, labels: Sequence[Label]) -> Label:
     """Returns the dimension of a result that counts the layers of its operands."""
-    name, params = full.primitive.name, full.params
-    shapes, out = [type_of(v).shape for v in full.invars], type_of(full.outvars[0]).shape
-    if name == "dot_general":
-        return _of_product(params["dimension_numbers"], shapes, labels)
-    dims = {label for label in labels if isinstance(label, int)}
-    dim, shape = dims.pop(), shapes[0]
-    if dims:
-        return MIXED
-    if name in ELEMENTWISE:
-        # Operands without layers must be scalars, or repeated along the layers.
-        others = [shape for shape, n in zip(shapes, labels, strict=True) if n == SAME and shape]
-        return dim if all(shape[dim] == 1 for shape in others) else MIXED
-    if labels[0] == SAME or (any(label != SAME for label in labels[1:]) and name != "concatenate"):
-        return MIXED
-    if name in REDUCTIONS:
-        return MIXED if dim in params["axes"] else dim - sum(a < dim for a in params["axes"])
-    match name:
-        case "broadcast_in_dim":
-            return params["broadcast_dimensions"][dim]
-        case "transpose":
-            return params["permutation"].index(dim)
-        case "pad" if params["padding_config"][dim] == (0, 0, 0):
-            return dim
-        case "squeeze" if dim not in params["dimensions"]:
-            return dim - sum(d < dim for d in params["dimensions"])
-        case "reshape":
-            # The dimension of the same length with as many elements before it.
-            ends = (d for d in range(len(out)) if math.prod(out[:d]) == math.prod(shape[:dim]))
-            return next((d for d in ends if out[d] == shape[dim]), MIXED)
-        case "slice":
-            whole = (params["start_indices"][dim], params["limit_indices"][dim]) == (0, shape[dim])
-            return dim if whole and (params["strides"] or (1,) * len(shape))[dim] == 1 else MIXED
-        case "concatenate" if dim != params["dimension"]:
-            return dim
-    return MIXED
-
-
-def _of_product(numbers: Any, shapes: list[tuple[int, ...]], labels: Sequence[Label]) -> Label:
-    """Returns the dimension of a product for the layers of one factor, or of both."""
-    contracting, batch = numbers
-    results: set[Label] = set()
-    before = len(batch[0])  # dimensions of the result that come before the free ones of a factor
-    for paired, summed, shape, dim in zip(batch, contracting, shapes, labels, strict=True):
-        free = [d for d in range(len(shape)) if d not in (*paired, *summed)]
-        order = [*paired, *[None] * (before - len(paired)), *free]
-        if dim != SAME:
-            results.add(order.index(dim) if dim in order else MIXED)
-        before += len(free)
-    return results.pop() if len(results) == 1 else MIXED
+    if full.primitive.name == "reshape" and isinstance(dim := labels[0], int):
+        # The dimension of the same length with as many elements before it.
+        shape, out = type_of(full.invars[0]).shape, type_of(full.outvars[0]).shape
+        ends = (d for d in range(len(out)) if math.prod(out[:d]) == math.prod(shape[:dim]))
+        return next((d for d in ends if out[d] == shape[dim]), MIXED)
+    is_known = full.primitive.name in MOVED or Eqn(full).reduced
+    pairs = zip(parallel(full) if is_known else (), labels, strict=False)
+    dims = {moved.get(label, MIXED) for moved, label in pairs if isinstance(label, int)}
+    return dims.pop() if len(dims) == 1 else MIXED
 
 
 # -- loops and branches
@@ -299,21 +259,20 @@ def _of_body(pair: Sequence[tuple], operands: Sequence[Label]) -> list[Label]:
 
 
 def _through_scan(full: JaxprEqn, one: JaxprEqn, operands: list[Label]) -> list[Label]:
-    num_consts, num_carry = _compat.scan_counts(full.params)
-    carry, xs = operands[num_consts : num_consts + num_carry], operands[num_consts + num_carry :]
-    if 0 in xs or full.params["length"] != one.params["length"]:  # 0: a scan over the layers
+    consts, carry, xs = Eqn(full).parts(operands)
+    if 0 in xs or Eqn(full).length != Eqn(one).length:  # 0: a scan over the layers
         return [MIXED] * len(full.outvars)
     slices: list[Label] = [x - 1 if isinstance(x, int) else x for x in xs]
     bodies = _compat.inner_jaxpr(full), _compat.inner_jaxpr(one)
-    outs = _of_body(bodies, [*operands[: num_consts + num_carry], *slices])
-    if outs[:num_carry] != carry:
+    outs = _of_body(bodies, [*consts, *carry, *slices])
+    if outs[: len(carry)] != carry:
         return [MIXED] * len(full.outvars)
-    return [*carry, *(y + 1 if isinstance(y, int) else y for y in outs[num_carry:])]
+    return [*carry, *(y + 1 if isinstance(y, int) else y for y in outs[len(carry) :])]
 
 
 def _through_cond(full: JaxprEqn, one: JaxprEqn, operands: list[Label]) -> list[Label]:
-    branches = zip(full.params["branches"], one.params["branches"], strict=True)
+    branches = zip(_compat.closed_jaxprs(full), _compat.closed_jaxprs(one), strict=True)
     if operands[0] != SAME:
         return [MIXED] * len(full.outvars)
-    results = [_of_body(list(map(_compat.opened, pair)), operands[1:]) for pair in branches]
+    results = [_of_body(pair, operands[1:]) for pair in branches]
     return [outs[0] if len(set(outs)) == 1 else MIXED for outs in zip(*results, strict=True)]

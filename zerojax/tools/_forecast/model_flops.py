@@ -19,9 +19,9 @@ from zerojax._jaxprs import (
     ELEMENTWISE,
     MOVING,
     Atom,
+    Eqn,
     Inliner,
-    is_call,
-    is_checkpoint,
+    is_function,
     is_var,
     type_of,
 )
@@ -65,7 +65,7 @@ Fact: TypeAlias = Mask | Numbering | str | None
 def needed(jaxpr: Jaxpr, inputs: Sequence[Fact]) -> float:
     """Counts the FLOPs of a jaxpr's matmuls, with a fact about each input."""
     inliner = Inliner()
-    eqns = list(inliner.flat(jaxpr.eqns, _is_call))
+    eqns = list(inliner.flat(jaxpr.eqns, is_function))
     facts: dict[Var, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
     facts |= dict.fromkeys([*jaxpr.constvars, *inliner.constants], CONSTANT)
     for eqn in eqns:
@@ -91,11 +91,6 @@ def needed(jaxpr: Jaxpr, inputs: Sequence[Fact]) -> float:
     return total
 
 
-def _is_call(eqn: JaxprEqn) -> bool:
-    has_rule = eqn.primitive.name.startswith("custom_") and "call_jaxpr" in eqn.params
-    return is_call(eqn) or is_checkpoint(eqn) or has_rule
-
-
 def _of(facts: dict[Var, Fact], atoms: Sequence[Atom]) -> list[Fact]:
     return [facts.get(atom) if is_var(atom) else CONSTANT for atom in atoms]
 
@@ -106,7 +101,7 @@ def _fact(eqn: JaxprEqn, operands: list[Fact]) -> Fact:
     masks = [fact for fact in operands if isinstance(fact, Mask)]
     indices = [fact for fact in operands if isinstance(fact, Numbering)]
     if name == "iota":
-        return Numbering(eqn.params["shape"][eqn.params["dimension"]])
+        return Numbering(shapes[0].shape[Eqn(eqn).dimension])
     if operands and {*operands} <= {OF_WEIGHTS, CONSTANT}:
         return OF_WEIGHTS if OF_WEIGHTS in operands else CONSTANT
     if name == "eq" and len(indices) == 1 and CONSTANT not in operands:
@@ -129,9 +124,8 @@ def _fact(eqn: JaxprEqn, operands: list[Fact]) -> Fact:
 
 def _selected(eqn: JaxprEqn, at: int, operands: list[Fact]) -> float:
     """Returns the share of an operand that a mask beside it may read."""
-    masks = [
-        (v, fact) for v, fact in zip(eqn.invars, operands, strict=True) if isinstance(fact, Mask)
-    ]
+    pairs = zip(eqn.invars, operands, strict=True)
+    masks = [(v, fact) for v, fact in pairs if isinstance(fact, Mask)]
     if not masks or isinstance(operands[at], Mask) or operands[at] in (OF_WEIGHTS, CONSTANT):
         return 1.0
     (mask, fact), operand = masks[0], eqn.invars[at]
@@ -139,7 +133,7 @@ def _selected(eqn: JaxprEqn, at: int, operands: list[Fact]) -> float:
         return fact.share
     if eqn.primitive.name != "dot_general":
         return 1.0
-    contracting, batch = eqn.params["dimension_numbers"]
+    contracting, batch = Eqn(eqn).factors
     shape, inner = type_of(operand).shape, {*contracting[at], *batch[at]}
     rows = math.prod(shape[dim] for dim in inner)
     return min(1.0, fact.share * type_of(mask).size / max(rows, 1))
@@ -155,16 +149,16 @@ def _passes(eqn: JaxprEqn, operand: Var) -> bool:
 def _inside(eqn: JaxprEqn, operands: list[Fact]) -> float:
     """Counts the FLOPs of the jaxprs in an equation: those of a `while` once, of a `cond`'s most
     expensive branch, of a `shard_map` on all devices."""
-    name, params = eqn.primitive.name, eqn.params
+    name, params = eqn.primitive.name, Eqn(eqn)
     counts = []
     for jaxpr in _compat.inner_jaxprs(eqn):
-        given = operands if name == "scan" else operands[len(operands) - len(jaxpr.invars) :]
+        given = operands[len(operands) - len(jaxpr.invars) :]
         if name == "scan":
-            consts, carry = _compat.scan_counts(params)
-            given = [*given[:consts], *[None] * carry, *given[consts + carry :]]
+            consts, carry, rows = params.parts(given)
+            given = [*consts, *[None] * len(carry), *rows]
         fits = len(given) == len(jaxpr.invars) and name in ("scan", "cond", "shard_map")
         counts.append(needed(jaxpr, given if fits else [None] * len(jaxpr.invars)))
-    times = params["length"] if name == "scan" else 1
+    times = params.length
     if name == "shard_map":
-        times = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+        times = math.prod(params.mesh.shape[axis] for axis in params.newly_manual_axes)
     return times * (max(counts) if name == "cond" else sum(counts))

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxprs import Atom, Inliner, is_call, is_var
+from zerojax._jaxprs import Atom, Eqn, Inliner, is_call, is_var
 from zerojax._types import is_key
 
 GOLDEN = np.uint32(0x9E3779B1)  # odd, so that multiplying by it loses nothing
@@ -75,16 +75,14 @@ class Witness:
     def body(self, eqn: JaxprEqn) -> Closed | None:
         """Returns the jaxpr whose collectives have checksums of their own."""
         match eqn.primitive.name:
-            case "scan":
+            case "scan" | "while":
                 return _compat.inner_jaxpr(eqn)
-            case "while":
-                return _compat.opened(eqn.params["body_jaxpr"])
             case "shard_map" if not _is_of_device(eqn):
-                is_of_step = eqn.params["mesh"].shape == self.mesh.shape
+                is_of_step = Eqn(eqn).mesh.shape == self.mesh.shape
                 return _compat.inner_jaxpr(eqn) if is_of_step else None
 
     def run_shard_map(self, eqn: JaxprEqn, body: Closed, values: list[Array]) -> Witnessed:
-        params, manual = eqn.params, eqn.params["newly_manual_axes"]
+        params, manual = Eqn(eqn), Eqn(eqn).newly_manual_axes
         rows = PartitionSpec(tuple(axis for axis in self.mesh.axis_names if axis in manual))
 
         def of_device(*inputs: Array) -> tuple[list[Array], Array]:
@@ -93,32 +91,27 @@ class Witness:
 
         outs, sums = jax.shard_map(
             of_device,
-            mesh=params["mesh"],
-            in_specs=params["in_specs"],
-            out_specs=(list(params["out_specs"]), rows),
+            mesh=params.mesh,
+            in_specs=params.in_specs,
+            out_specs=(list(params.out_specs), rows),
             axis_names=manual,
             check_vma=False,
         )(*values)
         return outs, [lax.with_sharding_constraint(sums, NamedSharding(self.mesh, rows))]
 
     def run_scan(self, eqn: JaxprEqn, body: Closed, values: list[Array]) -> Witnessed:
-        consts, carried = _compat.scan_counts(eqn.params)
-        fixed, rest = values[:consts], values[consts:]
-        init, xs = rest[:carried], rest[carried:]
+        fixed, init, xs = Eqn(eqn).parts(values)
 
         def turn(carry: list, xs: list) -> tuple[list, Witnessed]:
             outs, sums = self.run(body, [*fixed, *carry, *xs])
-            return outs[:carried], (outs[carried:], sums)
+            return outs[: len(init)], (outs[len(init) :], sums)
 
-        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, (ys, sums) = lax.scan(turn, init, xs, **options)
+        carry, (ys, sums) = lax.scan(turn, init, xs, **Eqn(eqn).options)
         return [*carry, *ys], [jnp.sum(turns, axis=0, dtype=jnp.uint32) for turns in sums]
 
     def run_while(self, eqn: JaxprEqn, body: Closed, values: list[Array]) -> Witnessed:
-        condition = _compat.opened(eqn.params["cond_jaxpr"])
-        before, fixed = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        of_condition, of_body = values[:before], values[before : before + fixed]
-        init = values[before + fixed :]
+        condition = _compat.opened(Eqn(eqn).cond_jaxpr)
+        of_condition, of_body, init = Eqn(eqn).parts(values)
 
         def turn(carry: Witnessed) -> Witnessed:
             outs, sums = self.run(body, [*of_body, *carry[0]])

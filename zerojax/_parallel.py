@@ -5,10 +5,9 @@
 
 from collections.abc import Sequence
 
-from jax import lax
 from jax.extend.core import JaxprEqn
 
-from zerojax._jaxprs import ELEMENTWISE, primitives, type_of
+from zerojax._jaxprs import ELEMENTWISE, Eqn, primitives, type_of
 from zerojax._types import Shape
 
 BY_ELEMENT = ELEMENTWISE | primitives("""
@@ -25,7 +24,7 @@ def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:
     element along them on its own. None of an unknown operation do."""
     shapes = [type_of(v).shape for v in eqn.invars]
     out = type_of(eqn.outvars[0]).shape if eqn.outvars else ()
-    name, params = eqn.primitive.name, eqn.params
+    name, params = eqn.primitive.name, Eqn(eqn)
     ranks = list(map(len, shapes))
 
     def but(*dims: int) -> list[dict[int, int]]:
@@ -36,40 +35,39 @@ def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:
             {d: d for d, (n, m) in enumerate(zip(shape, out, strict=False)) if n == m}
             for shape in shapes
         ]
-    if name.startswith("cum"):
-        return but(params["axis"])
-    if name.startswith(("reduce_", "arg")) and "axes" in params and name != "reduce_precision":
-        kept = [d for d in range(ranks[0]) if d not in params["axes"]]
+    if name.startswith("cum") or name in ("split", "top_k"):
+        return but(params.axis % ranks[0])
+    if (axes := params.reduced) is not None:
+        kept = [d for d in range(ranks[0]) if d not in axes]
         return [{d: i for i, d in enumerate(kept)} for _ in shapes]
-    if name in DIMS:
-        dims = params[DIMS[name]]
-        return but(*(dims if isinstance(dims, tuple) else (dims,)))
     if name in ("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"):
         return but(ranks[0] - 1, ranks[0] - 2)
     maps: list[dict[int, int]] = [{} for _ in shapes]
     match name:
-        case "top_k":
-            return but(params.get("axis", ranks[0] - 1) % ranks[0])
+        case "sort" | "concatenate":
+            return but(params.dimension)
+        case "rev":
+            return but(*params.dimensions)
         case "fft":
-            return but(*range(ranks[0] - len(params["fft_lengths"]), ranks[0]))
+            return but(*range(ranks[0] - len(params.fft_lengths), ranks[0]))
         case "stack":
-            return [{d: d + (d >= params["axis"]) for d in range(rank)} for rank in ranks]
+            return [{d: d + (d >= params.axis) for d in range(rank)} for rank in ranks]
         case "dynamic_update_slice":
             pairs = enumerate(zip(shapes[0], shapes[1], strict=True))
             maps[0] = maps[1] = {d: d for d, (old, new) in pairs if old == new}
         case "dot_general":
-            return _of_matmul(params["dimension_numbers"], ranks)
-        case "conv_general_dilated" if params["batch_group_count"] == 1:
-            lhs, _, spec = params["dimension_numbers"]
+            return _of_matmul(eqn, ranks)
+        case "conv_general_dilated" if params.batch_group_count == 1:
+            lhs, _, spec = params.dimension_numbers
             maps[0] = {lhs[0]: spec[0]}
         case "gather":
-            numbers = params["dimension_numbers"]
+            numbers = params.dimension_numbers
             batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
             window = numbers.collapsed_slice_dims, numbers.offset_dims
             maps[0], rows = _of_window(*window, *batching, shapes[0], out)
             maps[1] = dict(enumerate(rows))
         case _ if name in SCATTERS:
-            numbers = params["dimension_numbers"]
+            numbers = params.dimension_numbers
             batching = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
             window = numbers.inserted_window_dims, numbers.update_window_dims
             updates, _ = _of_window(*window, *batching, shapes[0], shapes[2])
@@ -82,8 +80,8 @@ def parallel(eqn: JaxprEqn) -> list[dict[int, int]]:
     return maps
 
 
-def _of_matmul(numbers: lax.DotDimensionNumbers, ranks: Sequence[int]) -> list[dict[int, int]]:
-    (cx, cy), (bx, by) = numbers
+def _of_matmul(eqn: JaxprEqn, ranks: Sequence[int]) -> list[dict[int, int]]:
+    (cx, cy), (bx, by) = Eqn(eqn).factors
     free = [d for d in range(ranks[0]) if d not in (*cx, *bx)]
     others = [d for d in range(ranks[1]) if d not in (*cy, *by)]
     after = range(ranks[0] - len(cx), ranks[0] - len(cx) + len(others))
@@ -91,30 +89,24 @@ def _of_matmul(numbers: lax.DotDimensionNumbers, ranks: Sequence[int]) -> list[d
     return [left, {d: i for i, d in enumerate(by)} | dict(zip(others, after, strict=True))]
 
 
-# The parameter that names the dimensions which an operation mixes.
-DIMS = {"sort": "dimension", "rev": "dimensions", "split": "axis", "concatenate": "dimension"}
-
-
 def _of_view(eqn: JaxprEqn, shape: Shape, out: Shape) -> dict[int, int]:
     """Of what only moves, repeats or leaves out elements."""
-    params = eqn.params
+    params = Eqn(eqn)
     match eqn.primitive.name:
         case "broadcast_in_dim":
-            pairs = enumerate(params["broadcast_dimensions"])
+            pairs = enumerate(params.broadcast_dimensions)
             return {i: d for i, d in pairs if shape[i] == out[d]}
         case "transpose":
-            return {d: i for i, d in enumerate(params["permutation"])}
+            return {d: i for i, d in enumerate(params.permutation)}
         case "squeeze":
-            kept = [d for d in range(len(shape)) if d not in params["dimensions"]]
+            kept = [d for d in range(len(shape)) if d not in params.dimensions]
             return {d: i for i, d in enumerate(kept)}
-        case "slice" | "dynamic_slice":
+        case "slice" | "dynamic_slice" | "tile":
             return {d: d for d, n in enumerate(shape) if n == out[d]}
         case "unstack":
-            return {d: d - (d > params["axis"]) for d in range(len(shape)) if d != params["axis"]}
-        case "tile":
-            return {d: d for d, times in enumerate(params["reps"]) if times == 1}
+            return {d: d - (d > params.axis) for d in range(len(shape)) if d != params.axis}
         case "pad":
-            same = enumerate(params["padding_config"])
+            same = enumerate(params.padding_config)
             return {d: d for d, config in same if config == (0, 0, 0)}
         case _:
             return {}
