@@ -440,16 +440,35 @@ def is_mapped(value: object) -> bool:
     return type(value).__name__ == "BatchTracer"
 
 
-# -- error messages: what JAX and XLA say where
+# -- error messages: what JAX, XLA, Orbax and Python say where
 
 OTHER_DEVICES = "incompatible devices"  # arrays are on other devices than the program
 # A compiled program is called with other types, another structure or other shardings.
-NOT_COMPILED_FOR = re.compile(r"[Cc]omputation was compiled|pytree it was called|device_put device")
+NOT_COMPILED_FOR = "[Cc]omputation was compiled|pytree it was called|device_put device"
 OTHER_MESH = "should match the mesh passed to shard_map"  # another one is set
+OTHER_AXIS_TYPES = "mesh should be the same across the entire program"  # for a callback
+OF_MESHES = r"\bmesh\b"
+OF_SHARDINGS = rf"{OF_MESHES}|sharding|PartitionSpec"
+UNBOUND_AXIS = r"unbound axis name: (\w+)"
+UNKNOWN_AXIS = r"Resource axis: (\S+) of (.*) is not found in mesh"
+NOT_EXPLICIT = r"contain axis names that are of type Auto or Manual(?:.*name: (\S+) of type)?"
+CLOSED_OVER = "Closing over inputs to shard_map.*Explicit"
+OTHER_DTYPES = r"must have equal (output )?types.*\bfloat(32|64)\b"  # of a loop or a branch
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 TIMEOUT = "DEADLINE_EXCEEDED"
 NO_CLUSTER = "coordinator_address"  # nothing around tells JAX of the other processes
 NO_SUCH_OPTION = "No such compile option"
+STILL_READ = "external reference"  # donated memory that numpy reads
+SPEC_OF_FILE = " [tensorstore_spec"  # then pages of it
+NO_NAMES = "__contains__"  # an array is asked for names
+NAMED_TWICE = r"multiple values for keyword argument '(\w+)'"
+MISSING = r"missing \d+ required {} arguments?: (.+)"
+
+
+def said(error: BaseException, words: str) -> re.Match[str] | None:
+    """Finds some of these words in an error's message."""
+    return re.search(words, str(error), re.DOTALL)
+
 
 # -- XLA's log
 

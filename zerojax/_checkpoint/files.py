@@ -25,6 +25,7 @@ import tensorstore as ts  # which Orbax writes with
 from etils import epath  # Orbax's own path type: local, gs:// and s3://
 from jax.experimental import multihost_utils
 
+from zerojax import _compat
 from zerojax._run import processes as _processes
 from zerojax._warn import warn
 
@@ -97,7 +98,7 @@ def naming(what: str, directory: epath.Path) -> Iterator[None]:
     try:
         yield
     except (*DAMAGE, OSError, NotImplementedError) as error:
-        text = str(error).partition(" [tensorstore_spec")[0]  # pages of it
+        text = str(error).partition(_compat.SPEC_OF_FILE)[0]
         raise ValueError(
             f"{what} of {directory} cannot be read ({type(error).__name__}: {text}). Restore "
             "another checkpoint."

@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from zerojax import _compat
-from zerojax._jaxprs import nbytes
+from zerojax._jaxprs import Eqn, nbytes
 from zerojax._types import Device
 
 COMBINE_GATHERS = "xla_gpu_all_gather_combine_threshold_bytes"
@@ -194,7 +194,7 @@ def traffic_of(jaxpr: Jaxpr, microbatches: int) -> tuple[list[Traffic], list[Tra
                 part[name] += nbytes(eqn.outvars)
                 part[REDUCED] += nbytes(eqn.invars) if name == SCATTERED else 0
             elif name in ("scan", "while"):
-                if part is not rest or not 1 < microbatches == eqn.params.get("length"):
+                if part is not rest or not 1 < microbatches == Eqn(eqn).length:
                     loops.append(inside := Traffic())
             elif part is rest and name in _compat.CALLS and _is_layer(eqn):
                 layers.append(inside := Traffic())
@@ -218,7 +218,7 @@ def is_known(name: str, value: int | bool | str, device: Device) -> bool:
     try:
         jax.jit(lambda x: x, compiler_options={name: value}).lower(scalar).compile()
     except jax.errors.JaxRuntimeError as error:
-        if _compat.NO_SUCH_OPTION not in str(error):
+        if not _compat.said(error, _compat.NO_SUCH_OPTION):
             raise
         return False
     return True

@@ -65,11 +65,11 @@ def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> 
         _refusals.check_alive(tree, name)
         if isinstance(error, TypeError):
             _refusals.check_values(tree, name, or_shapes=True)
-        if plan is not None and _compat.OTHER_DEVICES in str(error):
+        if plan is not None and _compat.said(error, _compat.OTHER_DEVICES):
             _check_devices(name, tree, plan)
-    if isinstance(error, jax.errors.JaxRuntimeError) and _compat.OUT_OF_MEMORY in str(error):
+    if isinstance(error, jax.errors.JaxRuntimeError) and _compat.said(error, _compat.OUT_OF_MEMORY):
         error.add_note(_out_of_memory(plan))
-    if isinstance(error, TypeError | ValueError) and _compat.NOT_COMPILED_FOR.search(str(error)):
+    if isinstance(error, TypeError | ValueError) and _compat.said(error, _compat.NOT_COMPILED_FOR):
         error.add_note(
             "A compiled step is for one plan, one optimizer object and one shape of batches. For "
             "others, such as a smaller last batch, call the step that it was compiled from, or "
@@ -82,18 +82,18 @@ def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> 
             "losses, grads = jax.vmap(jax.value_and_grad(loss_of_one), (None, 0))(params, batch); "
             "return losses.mean(), grads; and pass has_aux=True."
         )
-    if plan is not None and _compat.OTHER_MESH in str(error):
+    if plan is not None and _compat.said(error, _compat.OTHER_MESH):
         raise ValueError(
             f"jax.set_mesh has set a mesh {dict(jax.sharding.get_abstract_mesh().shape)}, and the "
             f"state is placed on another one, {dict(plan.mesh.shape)}. Set the state's, "
             "jax.set_mesh(mesh), or none, or place the state on the one that is set: mesh=mesh."
         ) from error
-    if "mesh should be the same across the entire program" in str(error):  # of a callback
+    if _compat.said(error, _compat.OTHER_AXIS_TYPES):
         error.add_note(
             "JAX compiles a callback only where all meshes have the same types of axes. Place the "
             "state on a mesh of Auto axes, as zerojax.mesh makes it."
         )
-    if "external reference" in str(error):  # XLA's words for donated memory that numpy reads
+    if _compat.said(error, _compat.STILL_READ):
         error.add_note(
             "numpy still reads an array of the state: for state in host memory, jax.device_get and "
             "np.asarray return the memory itself, which the step reuses. Copy it, "

@@ -19,7 +19,6 @@ The pass in `_passes/constraints.py` makes a loss of 2 to 4 that of one device.
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -33,7 +32,7 @@ from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._axis_types import NO_MESH
-from zerojax._jaxprs import unclosed
+from zerojax._jaxprs import Eqn, unclosed
 from zerojax._loss import fields as _fields
 from zerojax._passes import codes as _codes, constraints as _constraints, tables as _tables
 from zerojax._passes.constraints import is_constraint, named_axes
@@ -46,7 +45,6 @@ from zerojax._state.packed import codings_of
 from zerojax._types import PyTree, is_key
 
 T = TypeVar("T")
-NOT_EXPLICIT = "cannot contain axis names that are of type Auto or Manual"  # of JAX's errors
 
 
 class TracedLoss(NamedTuple):
@@ -129,8 +127,8 @@ def explained_dtypes(narrow: DTypeLike | None) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        differ = re.search(r"must have equal (output )?types.*\bfloat(32|64)\b", str(error), re.S)
-        if narrow is not None and differ and str(jnp.dtype(narrow)) in str(error):
+        differ = _compat.said(error, _compat.OTHER_DTYPES)
+        if narrow is not None and differ and _compat.said(error, str(jnp.dtype(narrow))):
             error.add_note(
                 f"precision= gives the loss its parameters in {jnp.dtype(narrow)} (with compute=, "
                 "the batch too), and what the loss makes itself, such as the first carry of a "
@@ -146,7 +144,7 @@ def _call(loss_fn: Callable[..., PyTree], args: Sequence[PyTree], axes: tuple[st
     try:
         return loss_fn(*args)
     except NameError as error:
-        unbound = re.search(r"unbound axis name: (\w+)", str(error))
+        unbound = _compat.said(error, _compat.UNBOUND_AXIS)
         if unbound is None:
             raise
         axes = beyond(axes, (TOKENS.get(),))
@@ -238,18 +236,18 @@ def traced_where_it_can_be(
     # Errors of a mesh that is not the user's say little, and that of no mesh nothing. Of those that
     # have axes of the user's types, the last has most: what it refuses, JAX itself would refuse.
     errors = [error for error in failed if not _is_of_mesh(error)]
-    errors += [error for error in failed[1:-1] if NOT_EXPLICIT not in str(error)]
+    errors += [error for error in failed[1:-1] if not _compat.said(error, _compat.NOT_EXPLICIT)]
     errors += [*failed[1:-1][::-1], *failed]
     raise _explained(errors[0], meshes[0]) from errors[0].__cause__
 
 
 def _is_of_mesh(error: Exception) -> bool:
-    return re.search(r"\bmesh\b|sharding|PartitionSpec", str(error)) is not None
+    return _compat.said(error, _compat.OF_SHARDINGS) is not None
 
 
 def _explained(error: Exception, mesh: AbstractMesh) -> Exception:
     """Returns an error with a remedy for that of a constraint over an axis that the mesh lacks."""
-    unknown = re.search(r"Resource axis: (\S+) of (.*) is not found in mesh", str(error))
+    unknown = _compat.said(error, _compat.UNKNOWN_AXIS)
     if unknown is None:
         return error
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
@@ -272,5 +270,5 @@ def with_absent(mesh: AbstractMesh, absent: Iterable[str]) -> AbstractMesh:
 def _has_more(closed: ClosedJaxpr, mesh: AbstractMesh, axes: tuple[str, ...]) -> bool:
     """Whether a constraint, at any depth, names one of the axes, or one that the mesh lacks."""
     constraints = filter(is_constraint, _compat.every_eqn(closed.jaxpr))
-    named = set().union(*(named_axes(eqn.params["sharding"].spec) for eqn in constraints))
+    named = set().union(*(named_axes(Eqn(eqn).sharding.spec) for eqn in constraints))
     return not named <= {*mesh.axis_names} - {*axes}

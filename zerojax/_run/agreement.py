@@ -315,7 +315,7 @@ def _read(key: str, process: int, call: str, calls: _Calls | None = None) -> str
         try:
             return _compat.shared_store().blocking_key_value_get(key, 1000)
         except jax.errors.JaxRuntimeError as error:
-            if is_lost or _compat.TIMEOUT not in str(error):
+            if is_lost or not _compat.said(error, _compat.TIMEOUT):
                 raise
         if calls is not None:
             calls.check()

@@ -90,7 +90,7 @@ def initialize(
     try:
         jax.distributed.initialize(**run, **options)
     except ValueError as error:
-        if run or _compat.NO_CLUSTER not in str(error):
+        if run or not _compat.said(error, _compat.NO_CLUSTER):
             raise
     count = jax.process_count()
     _end_together()

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from zerojax import _compat
 from zerojax._state import state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree, kinds_of
@@ -278,13 +279,13 @@ def updated(update: Callable[..., PyTree], *args: PyTree) -> PyTree:
                 "lambda grads, *others: tx.update(grads.fast, *others)), with the old tx on the "
                 "right; docs/recipes.md shows it."
             ) from error
-        if "__contains__" in str(error) and jax.tree_util.all_leaves(args[1:2]):
+        if _compat.said(error, _compat.NO_NAMES) and jax.tree_util.all_leaves(args[1:2]):
             raise TypeError(
                 "the parameters are one array, but flax's TrainState.apply_gradients looks for "
                 "names among them. Put the array into a dict, params={'w': w}, and have the loss "
                 "read params['w']."
             ) from error
-        if twice := re.search(r"multiple values for keyword argument '(\w+)'", str(error)):
+        if twice := _compat.said(error, _compat.NAMED_TWICE):
             raise ValueError(
                 f"mutable= names {twice[1]!r}, which the state's apply_gradients updates. Leave it "
                 "out, and have the loss count in another field."
@@ -301,7 +302,7 @@ def updated(update: Callable[..., PyTree], *args: PyTree) -> PyTree:
 
 def _missing(error: Exception, kind: str = r"[\w-]+") -> list[str]:
     """Returns the names of the arguments that Python says a call lacks."""
-    message = re.search(rf"missing \d+ required {kind} arguments?: (.+)", str(error))
+    message = _compat.said(error, _compat.MISSING.format(kind))
     return re.findall(r"'(\w+)'", message[1]) if message else []
 
 

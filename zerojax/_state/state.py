@@ -22,6 +22,7 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
+from zerojax import _compat
 from zerojax._axis_types import NO_MESH, seen_as
 from zerojax._state import patches as _patches
 from zerojax._types import PyTree, is_key
@@ -274,7 +275,7 @@ def made_by(make_state: Callable[[], PyTree]) -> PyTree:
     except (ValueError, AssertionError) as error:
         nnx = sys.modules.get("flax.nnx")  # who has not imported it, makes no such model
         is_set = not jax.sharding.get_abstract_mesh().empty
-        if not re.search(r"\bmesh\b", str(error)) or not (nnx or is_set):
+        if not _compat.said(error, _compat.OF_MESHES) or not (nnx or is_set):
             raise
         later = nnx.use_eager_sharding(False) if nnx else contextlib.nullcontext()
         with later, seen_as(NO_MESH), contextlib.suppress(Exception):

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, ParamSpec
 
@@ -23,7 +22,7 @@ from zerojax._loss import (
     batch as _batch,
     nans as _nans,
 )
-from zerojax._loss.trace import NOT_EXPLICIT, TracedLoss, explained_dtypes, trace_loss
+from zerojax._loss.trace import TracedLoss, explained_dtypes, trace_loss
 from zerojax._passes import means as _means
 from zerojax._passes.loss import loss_of
 from zerojax._plan import move as _move, padding as _padding
@@ -293,14 +292,14 @@ def _noted_errors(plan: Plan) -> Iterator[None]:
         yield
     except (ValueError, NotImplementedError) as error:
         mesh = (plan._given_mesh or plan.mesh).abstract_mesh
-        named = re.search(rf"{NOT_EXPLICIT}.*axis name: (\S+) of type", str(error), re.S)
+        named = _compat.said(error, _compat.NOT_EXPLICIT)
         if named is not None and named[1] in mesh.auto_axes:
             error.add_note(
                 f"The axis {named[1]!r} of the state's mesh is Auto. Place the state on a mesh of "
                 "Explicit axes, as jax.make_mesh makes them, or leave the axis out of that spec, "
                 "and write jax.lax.with_sharding_constraint(x, spec) with Auto axes only."
             )
-        if "Closing over inputs to shard_map" in str(error) and "Explicit" in str(error):
+        if _compat.said(error, _compat.CLOSED_OVER):
             error.add_note(
                 "The loss closes over an array of a mesh with Explicit axes. Pass it as a part of "
                 "the batch, or place it first: jax.device_put(x, jax.sharding.NamedSharding("
