@@ -50,6 +50,7 @@ NAMED = {
 }
 
 
+OWNERS = {"device", "groups", "layout", "loss", "new", "plan", "search", "self", "state", "trial"}
 MODULES = {name: text for name, text in house.sources().items() if "__init__" not in name}
 MOST_LINES, LONGEST = 500, 60  # of a file, of a function
 
@@ -166,6 +167,22 @@ def test_no_name_is_taken_twice():
         names += [module.rpartition(".")[2].strip("_"), *(each.lstrip("_") for each in own)]
     twice = {name for name, count in collections.Counter(names).items() if count > 1 < len(name)}
     assert len(names) > 400 and not twice
+
+
+def test_one_module_reads_the_parameters_of_equations():
+    """Besides `_compat`. Those in `OWNERS` have other `params`."""
+    read = []
+    for name, text in MODULES.items():
+        nodes = ast.walk(ast.parse(text if name not in ("_jaxprs", "_compat") else ""))
+        params = (n for n in nodes if isinstance(n, ast.Attribute) and n.attr == "params")
+        owners = (ast.unparse(node.value) for node in params)
+        read += [f"{name}: {each}" for each in owners if each.rpartition(".")[2] not in OWNERS]
+    assert read == []
+
+
+def test_the_words_of_errors_are_in_one_module():
+    reader = re.compile(r"in str\(error|re\.\w+\(.*str\(error")
+    assert [name for name, text in MODULES.items() if reader.search(text)] == ["_compat"]
 
 
 def test_only_public_jax_is_imported():

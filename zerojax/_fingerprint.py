@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from zerojax import _compat
+from zerojax._jaxprs import params_of
 from zerojax._types import PyTree, is_key
 
 
@@ -60,8 +61,7 @@ def _lines(jaxpr: jex_core.Jaxpr, consts: Sequence[ArrayLike], indent: str) -> I
         return names.setdefault(atom, f"v{next(number)}")
 
     for eqn in jaxpr.eqns:
-        params = sorted((k, show(value)) for k, value in eqn.params.items() if value is not None)
-        shown = " ".join(f"{key}={text}" for key, text in params)
+        shown = " ".join(f"{key}={show(v)}" for key, v in params_of(eqn) if v is not None)
         inputs, outputs = (" ".join(map(name, atoms)) for atoms in (eqn.invars, eqn.outvars))
         types = " ".join(str(var.aval).lstrip("~") for var in eqn.outvars)  # weak ones are alike
         scope = eqn.source_info.name_stack

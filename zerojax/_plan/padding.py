@@ -24,7 +24,7 @@ from jax.extend.core import Jaxpr, Var
 
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, computed_with, typed_as
-from zerojax._jaxprs import is_var
+from zerojax._jaxprs import Eqn, is_var
 from zerojax._kernel.places import LeafPlan
 from zerojax._plan import move as _move
 from zerojax._plan.layout import Layout
@@ -226,7 +226,7 @@ def _as_it_rests(jaxpr: Jaxpr, known: Iterable[tuple[Var, Resting | None]]) -> R
     facts = {v: fact for v, fact in known if fact}
     for eqn in jaxpr.eqns:
         operands = [facts.get(v) if is_var(v) else None for v in eqn.invars]
-        if eqn.params.get("name") in DROP:
+        if Eqn(eqn).name in DROP:
             continue
         bodies = _compat.closed_jaxprs(eqn)
         read = None if bodies else next(filter(None, operands), None)

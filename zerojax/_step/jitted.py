@@ -17,7 +17,7 @@ from zerojax._features import (
     host_state as _host_state,
     xla_options as _xla_options,
 )
-from zerojax._jaxprs import unique
+from zerojax._jaxprs import params_of, unique
 from zerojax._loss import arguments as _arguments, batch as _batch
 from zerojax._loss.arguments import plan_of
 from zerojax._loss.trace import named_axes
@@ -357,7 +357,7 @@ def _axes_in(value: object) -> set[str]:
         case NamedSharding(spec=spec) | (PartitionSpec() as spec):
             return named_axes(spec)
         case Jaxpr() | ClosedJaxpr():
-            params = (item for eqn in value.eqns for item in eqn.params.items())
+            params = (item for eqn in value.eqns for item in params_of(eqn))
             return _axes_in([param for key, param in params if key != "name"])  # of a function
         case tuple() | list() | set() | frozenset():
             return set().union(*map(_axes_in, value))

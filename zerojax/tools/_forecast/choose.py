@@ -408,8 +408,8 @@ class Search:
         gathered = first.report.memory.gathered
         weights, grads = totals.get("all-gather", 0) / 2, totals.get("reduce-scatter", 0)
         whole, of_usual = (
-            sum(leaf.bytes_at(leaf.update.over(()), one.mesh) for leaf in one.params)
-            for one in (plan, at_stage_3)
+            sum(leaf.bytes_at(leaf.update.over(()), layout.mesh) for leaf in layout.params)
+            for layout in (plan, at_stage_3)
         )
         share = whole / of_usual
         inside, between = sent(way, share * weights, share * grads, whole)

@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, Mesh
 
 from zerojax import _compat, aot
-from zerojax._jaxprs import type_of
+from zerojax._jaxprs import Eqn, type_of
 from zerojax._kernel.places import LeafPlan
 from zerojax._loss import batch as _batch
 from zerojax._plan import planner as _planner
@@ -268,7 +268,7 @@ def _collectives(
             f"batch like this one ({type(error).__name__}: {line})."
         ]
     pairs = (there, plan), (here.trace(state, *args), small)
-    sets = [set(_sent(x.jaxpr.jaxpr, {leaf.path for leaf in one.params})) for x, one in pairs]
+    sets = [set(_sent(x.jaxpr.jaxpr, {leaf.path for leaf in layout.params})) for x, layout in pairs]
     checks = []
     for own, other, where in ((*sets, "not here"), (*reversed(sets), "not there")):
         for path, *what in sorted(own - other):
@@ -281,8 +281,8 @@ def _sent(jaxpr: Jaxpr, paths: set[str]) -> Iterator[tuple[str, str, str]]:
     """Yields the collectives of a program that the engine has named after parameters: the path,
     what it is, and over which axes."""
     for eqn in _compat.every_eqn(jaxpr):
-        names = eqn.params.get("axis_name", eqn.params.get("axes"))
-        if names is None or eqn.primitive.name == "axis_index":
+        names = Eqn(eqn).axis_name or Eqn(eqn).axes
+        if not names or eqn.primitive.name == "axis_index":
             continue
         over = names if isinstance(names, tuple) else (names,)
         for token in re.split(r"[+()]", str(eqn.source_info.name_stack)):
