@@ -1,18 +1,22 @@
 """`study`: what is compiled and what is not, and which rows fit."""
 
+import dataclasses
 import functools
 import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import zerojax
 import zerojax.nnx
 from tests.forecast import fakes
 from tests.support import nnx_models
 from tests.support.schedules import scheduled
+from zerojax.tools._forecast.forecast import Workload
 
 MINE = {"mine": (fakes.loss, fakes.make_state, fakes.batch)}
 USABLE = fakes.H100.usable / 2**30  # 72.8 GiB
@@ -113,6 +117,63 @@ def test_numbers_of_rows_are_compiled_once(compiled):
     (four, most) = made("8xH100", stages=3, rows=(4, "largest")).cases
     assert (four.rows, four.asked, most.asked) == (4, 4, "largest") and most.rows == 40
     assert len(compiled) == len(set(compiled)) and (3, 8, 4) in compiled
+
+
+# -- the largest model
+
+
+def sized(of_layers=lambda layers: jnp.zeros((layers, 4))):
+    def model(layers):
+        tx = optax.sgd(0.1)
+        make = lambda: TrainState.create(apply_fn=None, params={"w": of_layers(layers)}, tx=tx)
+        return lambda params, x: jnp.mean(params["w"] ** 2) + 0 * jnp.sum(x), make, fakes.batch
+
+    return {"deep": model}
+
+
+@pytest.mark.parametrize(
+    ("peak", "most", "compiles"),
+    [
+        (lambda layers: 3 + 1.1 * layers, 63, 4),
+        (lambda layers: 30 + layers, 42, 4),
+        (lambda layers: max(20 + layers / 9, 4 + layers), 68, 6),
+        (lambda layers: 20 * layers, 3, 2),
+    ],
+)
+def test_the_most_layers_that_fit_are_found_in_a_few_compiles(peak, most, compiles, monkeypatch):
+    seen = fakes.compiled_nowhere(monkeypatch, lambda stage, count, rows: 0)
+    case_of = Workload.case
+
+    def case(work, variant, *how):
+        layers = jax.eval_shape(work.make_state).params["w"].shape[0]
+        one = case_of(work, variant, *how)
+        return dataclasses.replace(one, peak=int(peak(layers) * 2**30), n_params=4 * layers)
+
+    monkeypatch.setattr(Workload, "case", case)
+    study = made("8xH100", sized(), stages=3, rows=4)
+    (cell,) = study.cases
+    assert (cell.size, cell.n_params, cell.fits, cell.rows) == (most, 4 * most, True, 4)
+    assert len(seen) <= compiles and study.best("deep") is cell
+    assert f"max {most}: " in str(study) and f"Best for deep: {most}, " in str(study)
+
+
+def test_the_largest_model_is_real():
+    of = lambda layers: jnp.zeros((layers, 16, 2**20))
+    rates = {"gpus": "8xH100", "stages": 3, "rows": 4, "cache": False}
+    with fakes.cpus_for_gpus():
+        (cell,) = zerojax.tools.study(sized(of), **rates).cases
+    layer = 16 * 2**20 * 4  # fp32: a shard of each parameter, and its gradient
+    assert cell.n_params == cell.size * 2**24 and not cell.failed
+    assert 0 <= cell.spare < layer and cell.fits
+
+
+def test_the_largest_of_both_or_of_nothing_is_refused(compiled):
+    with pytest.raises(ValueError, match="Pass the rows of each GPU, such as rows=4"):
+        made("8xH100", sized(), rows="largest")
+    (cell,) = made("8xH100", sized(), stages=3).cases
+    assert "Name a number that adds parameters" in cell.failed, "memory is the same with any"
+    with pytest.raises(ValueError, match="neither a preset nor"):
+        made("8xH100", {"mine": lambda layers: layers})
 
 
 # -- what fails

@@ -6,6 +6,7 @@ with 2 on bad input.
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import inspect
 import itertools
@@ -34,6 +35,7 @@ from zerojax.tools._flags import OF_STEP, parser
 from zerojax.tools._forecast import cache as _cache, network as _network, presets as _presets
 from zerojax.tools._forecast.forecast import ForecastOptions, LossFn, Workload, each_once
 from zerojax.tools._forecast.presets import Gpt
+from zerojax.tools._forecast.study import LARGEST
 from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
 
@@ -261,6 +263,12 @@ def _rates(arguments: argparse.Namespace, gpu: Gpu) -> Rates | None:
 
 
 def _model(arguments: argparse.Namespace) -> Ingredients:
+    for name, value in arguments.settings:
+        if value == LARGEST:
+            raise ValueError(
+                f"only zerojax study finds the largest model: zerojax study {arguments.model} "
+                f"--gpus {arguments.gpus} --rows 4 --set {name}={LARGEST}."
+            )
     model = _named(arguments, arguments.model)
     if not isinstance(model, Gpt):
         return model
@@ -283,25 +291,33 @@ def _model(arguments: argparse.Namespace) -> Ingredients:
 def _models_of(arguments: argparse.Namespace) -> dict[str, PyTree]:
     """Returns the models of a study by name; presets with other fields are named with these."""
     fields = [f"{name}={value}" for name, value in arguments.settings]
+    searched = [name for name, value in arguments.settings if value == LARGEST]
+    if len(searched) > 1:
+        raise ValueError(f"--set has the largest {' and '.join(searched)}. Name one of them.")
+
+    def of(name: str, *number: int) -> PyTree:
+        own = _named(arguments, name, **dict(zip(searched, number, strict=True)))
+        # One with a key is checked later.
+        return own[:3] if isinstance(own, tuple) and own[3] is None else own
+
     models: dict[str, PyTree] = {}
     for name in arguments.models:
-        own = _named(arguments, name)
-        # One with a key is checked later.
-        own = own[:3] if isinstance(own, tuple) and own[3] is None else own
-        models[name if ":" in name else " ".join([name, *fields])] = own
+        named = name if ":" in name and not searched else " ".join([name, *fields])
+        models[named] = functools.partial(of, name) if searched else of(name)
     return models
 
 
-def _named(arguments: argparse.Namespace, name: str) -> Gpt | Ingredients:
+def _named(arguments: argparse.Namespace, name: str, **fields: object) -> Gpt | Ingredients:
     """Returns what a function of the user's returns, or a preset."""
+    fields = dict(arguments.settings) | fields
     if ":" in name:
-        return _of_function(name, dict(arguments.settings))
+        return _of_function(name, fields)
     if arguments.compute is not None:
         raise ValueError(
             f"--compute is for module:function, and {name!r} computes in the 16 bits of the GPU. "
             "Leave it out."
         )
-    return _presets.preset(name, **dict(arguments.settings))
+    return _presets.preset(name, **fields)
 
 
 def _of_function(name: str, arguments: Mapping[str, object]) -> Ingredients:

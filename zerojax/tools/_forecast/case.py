@@ -32,9 +32,10 @@ TIMES = {
 class Case:
     """One way to train on some GPUs: what you asked for, and what the compiled step costs.
 
-    - A study has several models (`model`), and asks for some rows on each GPU (`asked`). `settings`
-      names the other options of its steps. `failed` says why a case has no numbers. `share`
-      GPUs share each row.
+    - A study has several models (`model`), and asks for some rows on each GPU (`asked`). `size` is
+      the number that it finds of a model, which has `n_params` parameters. `settings` names the
+      other options of its steps. `failed` says why a case has no numbers. `share` GPUs share each
+      row.
     - Bytes and `flops`, which the model needs in a step, are those of a GPU. `formula` is the state
       by the plan, with gradients in the dtypes of the parameters, and with the parameters that
       groups keep in a node during the step. `peak` is the compiler's peak memory; `gradients` and
@@ -54,6 +55,8 @@ class Case:
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
     model: str = ""
     asked: int | str = ""
+    size: int = 0
+    n_params: int = 0
     settings: str = ""
     failed: str = ""
     unread: str = ""

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
@@ -459,6 +460,7 @@ class Workload:
             accumulate=accumulate,
             schedule=schedule,
             share=shared_by(plan),
+            n_params=sum(math.prod(leaf.shape) for leaf in plan.params),
             examples=next(leaf.shape[0] for leaf in leaves if leaf.shape),
             tokens=self.options.tokens or next(integers, None),
             activations=total(memory.activations, memory.gathered),

@@ -31,15 +31,18 @@ from zerojax.tools._forecast.forecast import (
 )
 from zerojax.tools._forecast.presets import Gpt
 
-LARGEST = "largest"  # as many rows as fit
+LARGEST, SIZE = "largest", "size"  # as many rows as fit, or layers; the column of these
 GROWS = 1.01  # how much more counts as growth of the throughput of each GPU
 DOUBLINGS = 14
-FIRST_ROWS = 4  # of each microbatch: the search for the largest begins there
+FIRST = 4  # rows of each microbatch, or a model's number: the search for the largest begins there
+# Every number of rows up to 16, then eight between powers of two.
+ROWS = [*range(1, 8), *(step << k for k in range(DOUBLINGS) for step in range(8, 16))]
+NUMBERS = range(1, 2**14)
 OWN = "(loss_fn, make_state, batch), with a function batch(rows) that returns a global batch"
-# A preset or its name; or a loss, or a step of nnx, make_state, and a function of the rows of a
-# global batch.
+# A preset or its name; a loss, or a step of nnx, make_state, and a function of the rows of a global
+# batch; or a function that returns one of these for a number, such as that of the layers.
 Own: TypeAlias = tuple[LossFn | NnxStep, Callable[[], PyTree], Callable[[int], PyTree]]
-Given: TypeAlias = str | Gpt | Own
+Given: TypeAlias = str | Gpt | Own | Callable[[int], Gpt | Own]
 
 
 def _number(value: float) -> str:
@@ -61,6 +64,11 @@ def _if_it_fits(attribute: str) -> Callable[[Case], Number]:
 
 STUDY_COLUMNS: dict[str, Column] = {
     "model": ("model", str, "The model: a preset, or one of your own."),
+    SIZE: (
+        lambda case: f"max {case.size}: {case.n_params / 1e9:.3g}B" if case.size else None,
+        str,
+        "The largest number that fits, as of layers, and the billions of parameters with it.",
+    ),
     "GPUs": ("gpus", str, "How many of which GPU."),
     "stage": CASE_COLUMNS["stage"],
     "rows": (
@@ -98,9 +106,10 @@ class Study(Printed):
         return [(first, last) for first, last in ends if last.tflops > GROWS * first.tflops]
 
     def best(self, model: str) -> Case | None:
-        """The case of a model in which each GPU does most; None where none fits."""
+        """The case of a model in which each GPU does most, of the largest model where a study
+        finds that; None where none fits."""
         fit = (case for case in self.cases if case.model == model and case.fits)
-        return max(fit, key=lambda case: case.tflops, default=None)
+        return max(fit, key=attrgetter("size", "tflops"), default=None)
 
     def to_dict(self) -> dict[str, object]:
         return {"cases": [case.to_dict() for case in self.cases]}
@@ -132,12 +141,13 @@ class Study(Printed):
         about = "one training step; bytes, rows, TFLOP/s and MFU of each GPU; times modelled"
         wide = [f"matmuls: {case.wide_matmuls}" for case in self.cases if case.wide_matmuls]
         lacks = dict.fromkeys(case.lacks for case in self.cases if case.lacks)
+        has_sizes = any(case.size for case in self.cases)
         return Table.of(
-            STUDY_COLUMNS,
+            {k: v for k, v in STUDY_COLUMNS.items() if has_sizes or k != SIZE},
             self.cases,
             title=["; ".join([about, *settings, *wide[:1]]), *lacks],
             notes=list(self._advice()),
-            right=list(STUDY_COLUMNS)[2:],
+            right=list(STUDY_COLUMNS)[3:],
             optional=["exposed"],
             keys=4,
         )
@@ -150,9 +160,10 @@ class Study(Printed):
         for model in dict.fromkeys(case.model for case in self.cases):
             compiled = [case for case in self.cases if case.model == model and not case.failed]
             if best := self.best(model):
+                size = f"{best.size}, {best.n_params / 1e9:.3g} billion parameters, "
                 yield (
-                    f"Best for {model}: {_number(best.tflops)} TFLOP/s of each GPU, at stage "
-                    f"{best.stage} on {best.gpus} with {best.rows} rows."
+                    f"Best for {model}: {size * bool(best.size)}{_number(best.tflops)} TFLOP/s of "
+                    f"each GPU, at stage {best.stage} on {best.gpus} with {best.rows} rows."
                 )
             elif compiled:
                 least = human_bytes(min(case.peak for case in compiled))
@@ -222,7 +233,8 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
         models: presets by name, or a dict of models of your own: a name for each, and `(loss_fn,
             make_state, batch)`, where `batch(rows)` returns a global batch of so many rows. Of Flax
             nnx, the first two are a loss or a step of `zerojax.nnx.train_step`, and a function that
-            returns a model and its optimizer.
+            returns a model and its optimizer. Of a function in their place, `model(number)`, a
+            study finds the largest number that fits, with the `rows` that you name: of layers, say.
         {options}
 
     Example:
@@ -239,24 +251,37 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
         >>> [(case.gpus, case.fits) for case in study.cases]
         [('8xH100', True), ('16xH100', True)]
     """
-    models = _checked(models)
+    if not isinstance(models, Mapping):
+        models = {name: name for name in each_once(models)}
+    if not models:
+        raise ValueError("no models. Name one or several presets, or pass a dict of your own.")
     sizes, stages, rows = map(each_once, (options.gpus, options.stages, options.rows))
     if not (sizes and stages and rows):
         raise ValueError(f"nothing to try: gpus={sizes}, stages={stages}, rows={rows}.")
+    if LARGEST in rows and (sized := [name for name, one in models.items() if callable(one)]):
+        raise ValueError(
+            f"of {sized[0]!r} a study finds the largest number that fits, with rows that you name. "
+            "Pass the rows of each GPU, such as rows=4."
+        )
     kinds = {options.gpu_of(size).name for size in sizes}
     if options.rates is not None and len(kinds) > 1:
         raise ValueError(
             f"these are the rates of one GPU, and gpus= names {', '.join(sorted(kinds))}. Make a "
             "study of each."
         )
-    work = functools.cache(lambda name, *where: _work(name, models[name], options, *where))
+    made = functools.cache(lambda name, number: _made(name, models[name], number))
+
+    @functools.cache
+    def work(name: str, gpus: str, rows: int, number: int = FIRST) -> Workload:
+        return _work(name, made(name, number), options, gpus, rows)
+
     for name, size in itertools.product(models, sizes):
         work(name, size, 1)  # raises before anything compiles
     aot._check_packages()
 
     @functools.cache
-    def compiled(name: str, gpus: str, stage: int, rows: int) -> Case:
-        one = work(name, gpus, rows)
+    def compiled(name: str, gpus: str, stage: int, rows: int, number: int = FIRST) -> Case:
+        one = work(name, gpus, rows, number)
         case = one.case("", stage, one.options.accumulate, one.options.schedule)
         if case.unread:
             raise ValueError(case.unread)
@@ -266,11 +291,16 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
     def cell(name: str, gpus: str, stage: int, rows: int | str) -> Case:
         """Returns a case, with the reason why it has no numbers if it has none."""
         one = work(name, gpus, 1)
-        settings = [f"remat {options.remat}"] if isinstance(models[name], Gpt) else []
+        settings = [f"remat {options.remat}"] if isinstance(made(name, FIRST), Gpt) else []
         settings += one.settings(one.own.keys() & {"mutable"})
         of_rows = functools.partial(compiled, name, gpus, stage)
         try:
-            case = largest(of_rows, one.options.accumulate) if rows == LARGEST else of_rows(rows)
+            if rows == LARGEST:
+                case = largest(of_rows, ROWS, one.options.accumulate)
+            elif callable(models[name]):
+                case = largest(functools.partial(of_rows, rows), NUMBERS)
+            else:
+                case = of_rows(rows)
         except Exception as error:  # the others go on
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             case = Case(gpus, stage, failed=kind + " ".join(str(error).split())[:400])
@@ -282,18 +312,14 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
     return Study(tuple(cases))
 
 
-def _checked(models: str | Sequence[str] | Mapping[str, Given]) -> Mapping[str, Gpt | Own]:
-    """Returns the models by name, with presets looked up."""
-    if not isinstance(models, Mapping):
-        models = {name: name for name in each_once(models)}
-    if not models:
-        raise ValueError("no models. Name one or several presets, or pass a dict of your own.")
-    named = {k: _presets.preset(v) if isinstance(v, str) else v for k, v in models.items()}
-    for name, one in named.items():
-        is_own = isinstance(one, tuple) and len(one) == 3 and all(map(callable, one))
-        if not is_own and not isinstance(one, Gpt):
-            raise ValueError(f"the model {name!r} is neither a preset nor {OWN}.")
-    return named
+def _made(name: str, model: PyTree, number: int) -> Gpt | Own:
+    """Returns a model, of a function the one with a number; looks up a preset."""
+    model = model(number) if callable(model) else model
+    model = _presets.preset(model) if isinstance(model, str) else model
+    is_own = isinstance(model, tuple) and len(model) == 3 and all(map(callable, model))
+    if not is_own and not isinstance(model, Gpt):
+        raise ValueError(f"the model {name!r} is neither a preset nor {OWN}.")
+    return model
 
 
 def _work(name: str, model: Gpt | Own, options: StudyOptions, gpus: str, rows: int) -> Workload:
@@ -313,37 +339,42 @@ def _work(name: str, model: Gpt | Own, options: StudyOptions, gpus: str, rows: i
     return dataclasses.replace(work, batch=batch)
 
 
-# -- the largest rows
+# -- the largest rows, or the largest model
 
 
-def largest(of_rows: Callable[[int], Case], least: int) -> Case:
-    """Returns the case of the most rows that fit, a multiple of `least`; of `least` if none do.
+def largest(case_of: Callable[[int], Case], steps: Sequence[int], least: int = 0) -> Case:
+    """Returns the case of the largest step that fits; of the first if none does. Steps count rows,
+    in multiples of `least`, or without it what a model has of something.
 
-    There is a step for every number up to 16, then eight steps between powers of two. The highest
-    step known to fit and the lowest known not to close in on each other. Tried next is the step
-    that would fill the GPU if memory grew evenly with the rows.
+    The highest step known to fit and the lowest known not to close in on each other. Tried next is
+    the step that would fill the GPU if memory grew evenly.
     """
-    steps = [*range(1, 8), *(step << k for k in range(DOUBLINGS) for step in range(8, 16))]
     tried: dict[int, Case] = {}
-    fits, fails, at = -1, len(steps), FIRST_ROWS - 1
+    fits, fails, at = -1, len(steps), FIRST - 1
     while fails - fits > 1:
         at = min(max(at, fits + 1), fails - 1)
-        case = tried[steps[at]] = of_rows(least * steps[at])
+        case = case_of(steps[at] * (least or 1))
+        tried[steps[at]] = case if least else dataclasses.replace(case, size=steps[at])
         fits, fails = (at, fails) if case.fits else (fits, at)
-        at = bisect.bisect_right(steps, _filling(tried)) - 1
+        at = bisect.bisect_right(steps, _filling(tried, bool(least))) - 1
     return tried[steps[max(fits, 0)]]
 
 
-def _filling(tried: dict[int, Case]) -> float:
-    """Returns the step that would fill the GPU, by a line through the state without rows and what
-    was tried: the part of it that crosses the limit, or else the last one."""
+def _filling(tried: dict[int, Case], keeps_state: bool) -> float:
+    """Returns the step that would fill the GPU, by a line through what was tried, and through the
+    state without rows: the part of it that crosses the limit, or else the last one."""
     case = next(iter(tried.values()))
     peaks = {step: tried[step].peak for step in sorted(tried)}
-    points = [*({0: case.parameters + case.optimizer} | peaks).items()]
+    points = [*({0: keeps_state * (case.parameters + case.optimizer)} | peaks).items()]
     beyond = (at for at, (_, peak) in enumerate(points) if at and peak > case.usable)
     end = next(beyond, len(points) - 1)
     (few, less), (many, more) = points[end - 1], points[end]
     slope = (more - less) / (many - few)
+    if slope <= 0 and not keeps_state:
+        raise ValueError(
+            f"with {many} it needs no more memory than with {few}: {human_bytes(more)}. Name a "
+            "number that adds parameters, such as that of the layers."
+        )
     return few + (case.usable - less) / slope if slope > 0 else math.inf
 
 
