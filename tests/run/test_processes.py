@@ -97,6 +97,16 @@ def test_processes_that_disagree_are_all_told_in_what(tmp_path):
     assert first == second and len(first) > 25
 
 
+def test_a_process_may_compile_for_longer_than_gloo_waits(tmp_path):
+    module = "tests.run.slow_compile"
+    runs = [Run(2, tmp_path / str(len(flags)), flags, module) for flags in ([], ["--compile"])]
+    for run in runs:
+        assert run.wait(150) == [0, 0], run.text()
+        first, second = (log.read_text() for log in run.logs)
+        assert "loss 64, compiled 0" in first and "loss 64, compiled 1" in second
+        assert "has waited 30 s in a step that this one has compiled for process 1" in first
+
+
 ORDERS = {  # what processes 0 and 1 call
     "end": ("the end of its program", "the step of call 2 (loss)"),
     "evaluations": ("the step of call 2 (loss)", "eval_step of call 4 (loss)"),

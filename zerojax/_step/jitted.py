@@ -135,10 +135,11 @@ class Step:
         """Compiles the step for `(state, batch[, rng])`, or for their shapes, and runs nothing."""
         with _arguments.explained(args, {}, self.recipe.plan):
             lowered, plan, facts, known = self._lowered(args)
-            on_cpus = plan.mesh.devices.flat[0].platform == "cpu"
-            compiled = _compat.compiled_anew if on_cpus else jax.stages.Lowered.compile
+            compiled = _compat.compiled_anew if _on_cpus(plan) else jax.stages.Lowered.compile
             with working("compiling the step"):
                 step = CompiledStep(compiled(lowered), plan, facts, known)
+            if _on_cpus(plan):
+                _meet_compiled(plan)
         return self._checked_too(step, args)
 
     def load(self, path: str | os.PathLike[str], *args: PyTree) -> CompiledStep:
@@ -243,8 +244,9 @@ class Step:
     def _chosen_options(
         self, plan: Plan | None, trace: Callable[[], ClosedJaxpr]
     ) -> _xla_options.XlaOptions:
-        if plan is None or (device := plan.mesh.devices.flat[0]).platform == "cpu":
+        if plan is None or _on_cpus(plan):
             return {}
+        device = plan.mesh.devices.flat[0]
         how, jaxpr = self.recipe.options, trace().jaxpr
         updates = not how.needs_all(False) and may_update_in_backward(plan, how.schedule.update)
         options = _xla_options.options_for(
@@ -313,6 +315,18 @@ class Step:
         self._agreed[plan, shapes] = _agreement.agree(
             call, items, plan.mesh, remedy=OWN_ROWS, name=name
         )
+        if _on_cpus(plan):
+            jitted.lower(*args, **named).compile()
+            _meet_compiled(plan)
+
+
+def _on_cpus(plan: Plan) -> bool:
+    return plan.mesh.devices.flat[0].platform == "cpu"
+
+
+def _meet_compiled(plan: Plan) -> None:
+    """Waits until all have compiled: one may take longer than the 30 s for which gloo waits."""
+    _agreement.agree("a step that this one has compiled", dict, plan.mesh, ordered=False)
 
 
 def _has_tracers(tree: PyTree) -> bool:
