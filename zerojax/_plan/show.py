@@ -41,7 +41,6 @@ TITLES = {
 REASON = "why not sharded"
 # Columns that most plans leave empty.
 RARE = "padded to", "kept as", "memory", "sent as", "not in the mesh", "left to ZeRO"
-LEAST_ALIKE = 3  # leaves that share a row of the table
 LEAVES, DEVICES = 16, 8  # at most, in a picture
 LONGEST_PATH = 36  # unless it takes more to tell two apart
 Row = dict[str, Any]
@@ -235,10 +234,13 @@ def _joined(rows: list[Row], place: int) -> list[Row]:
         # The numbers of a run are consecutive: each is as far from its rank.
         for _, run in itertools.groupby(enumerate(numbered), lambda each: each[1][0] - each[0]):
             (_, number, first), *others = [each for _, each in run]
-            if (count := len(others) + 1) >= LEAST_ALIKE:
-                for _, _, row in others:
-                    del joined[row["leaf"]]
-                sums = {name: count * first[name] for name in ("size", "per device", "count")}
+            for _, _, row in others:
+                del joined[row["leaf"]]
+            if others:
+                sums = {
+                    name: (len(others) + 1) * first[name]
+                    for name in ("size", "per device", "count")
+                }
                 path = f"{{{number[0]}..{others[-1][1][0]}}}"
                 joined[first["leaf"]] = _renumbered(first, number, path) | sums
     return list(joined.values())
