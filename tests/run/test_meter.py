@@ -73,6 +73,20 @@ def test_floats_of_the_step_and_of_the_time_since_the_last_log(clock, on_log, lo
         assert all(type(value) in (float, int) for value in values.values())
 
 
+def test_an_interval_with_a_compile_says_so_in_place_of_its_speed(clock, on_log, logged):
+    meter = zerojax.tools.Meter(40, on_log=on_log, bar=False, per_step={"tokens": 1000})
+    event, seconds = "/jax/core/compile/backend_compile_duration", {12: 9.0, 25: 0.01}
+    for n in meter:
+        clock.seconds += 2.0
+        if n in seconds:  # the first evaluation, and the addition of two numbers
+            jax.monitoring.record_event_duration_secs(event, seconds[n])
+        meter.update({"loss": np.float32(n)})
+    speed = {"step_seconds", "tokens_per_second"}
+    shown = {step: values.keys() - {"loss", "memory_bytes"} for step, values in logged}
+    assert shown == {1: set(), 10: speed, 20: {"compile_seconds"}, 30: speed, 40: speed}
+    assert logged[2][1]["compile_seconds"] == pytest.approx(9.0, abs=0.1)
+
+
 def test_mfu_is_of_the_devices_of_the_step(clock, on_log, logged, gpus):
     """Half of those of the machine, whose other half may be another run's."""
     everywhere = jax.sharding.NamedSharding(make_mesh(4), jax.sharding.PartitionSpec())

@@ -22,6 +22,16 @@ from zerojax.tools._forecast.mfu import peak_flops
 
 Values = dict[str, float]
 RATE = "_per_second"
+NOTICED = 0.01  # of an interval: a compile that takes more hides the speed of its steps
+_COMPILES: list[float] = []  # seconds of each
+
+
+def _note(event: str, seconds: float, **_: object) -> None:
+    if event.endswith("/backend_compile_duration"):
+        _COMPILES.append(seconds)
+
+
+jax.monitoring.register_event_duration_secs_listener(_note)
 
 
 class Meter:
@@ -31,7 +41,8 @@ class Meter:
     `aux/accuracy`). The steps since the last log give `step_seconds`, by `per_step`
     `tokens_per_second` and the like, and by `flops` the `mfu`, on GPUs that zerojax knows;
     evaluation and saves between steps count. `memory_bytes` is the peak of process 0's first
-    device, on CPUs the bytes of its live arrays. The first step compiles, so its log has no speed.
+    device, on CPUs the bytes of its live arrays. The first step compiles, so its log has no speed;
+    later ones with a compile, as of an evaluation, have `compile_seconds` in its place.
 
     Metrics are read once the next step runs, so that devices never wait for the log. Of several
     processes, only process 0 reads, logs and shows.
@@ -87,8 +98,9 @@ class Meter:
         self._bar: Any = None  # of tqdm, while the loop runs
         # A step to log, when the devices got it, and its metrics, which they may not have yet.
         self._due: tuple[int, float, PyTree] | None = None
-        # The last step that was logged, when the devices got it, and when it was read.
-        self._last: tuple[int, float, float] | None = None
+        # The last step that was logged, when the devices got it, when it was read, and how many
+        # programs were compiled by then.
+        self._last: tuple[int, float, float, int] | None = None
 
     def __iter__(self) -> Iterator[int]:
         """Yields the steps that are left, counted from 0 as `range` does."""
@@ -137,17 +149,19 @@ class Meter:
         values = _scalars(metrics)
         now = time.perf_counter()
         if self._last is not None:
-            before, its_start, its_end = self._last
+            before, its_start, its_end, programs = self._last
             # A step is read after the next one is started; the last is read at once. Where devices
             # are faster than the loop, that would leave a step out.
             at_once = step == self.done and not waits
             passed = started - its_start if at_once else now - its_end
             seconds = passed / (step - before)
-            values["step_seconds"] = seconds
-            values |= {f"{unit}{RATE}": count / seconds for unit, count in self._per_step.items()}
+            compiled = sum(_COMPILES[programs:])
+            speed = {"step_seconds": seconds}
+            speed |= {f"{unit}{RATE}": count / seconds for unit, count in self._per_step.items()}
             if self._flops and (peak := peak_flops(_devices(metrics))):
-                values["mfu"] = self._flops / seconds / peak
-        self._last = step, started, now
+                speed["mfu"] = self._flops / seconds / peak
+            values |= {"compile_seconds": compiled} if compiled > NOTICED * passed else speed
+        self._last = step, started, now, len(_COMPILES)
         values["memory_bytes"] = device_bytes()
         if self._bar is not None:
             self._bar.set_postfix_str(_shown(values, "="), refresh=False)
