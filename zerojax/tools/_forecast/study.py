@@ -36,7 +36,7 @@ GROWS = 1.01  # how much more counts as growth of the throughput of each GPU
 DOUBLINGS = 14
 FIRST = 4  # rows of each microbatch, or a model's number: the search for the largest begins there
 # Every number of rows up to 16, then eight between powers of two.
-ROWS = [*range(1, 8), *(step << k for k in range(DOUBLINGS) for step in range(8, 16))]
+ROW_STEPS = [*range(1, 8), *(step << k for k in range(DOUBLINGS) for step in range(8, 16))]
 NUMBERS = range(1, 2**14)
 OWN = "(loss_fn, make_state, batch), with a function batch(rows) that returns a global batch"
 # A preset or its name; a loss, or a step of nnx, make_state, and a function of the rows of a global
@@ -296,7 +296,7 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
         of_rows = functools.partial(compiled, name, gpus, stage)
         try:
             if rows == LARGEST:
-                case = largest(of_rows, ROWS, one.options.accumulate)
+                case = largest(of_rows, ROW_STEPS, one.options.accumulate)
             elif callable(models[name]):
                 case = largest(functools.partial(of_rows, rows), NUMBERS)
             else:
