@@ -26,9 +26,9 @@ NOTICED = 0.01  # of an interval: a compile that takes more hides the speed of i
 _COMPILES: list[float] = []  # seconds of each
 
 
-def _note(event: str, seconds: float, **_: object) -> None:
+def _note(event: str, duration_secs: float, **_: object) -> None:
     if event.endswith("/backend_compile_duration"):
-        _COMPILES.append(seconds)
+        _COMPILES.append(duration_secs)
 
 
 jax.monitoring.register_event_duration_secs_listener(_note)
