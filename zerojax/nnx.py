@@ -143,8 +143,15 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
 
 def _renew(model: nnx.Module, optimizer: nnx.Optimizer, tx: optax.GradientTransformation) -> None:
     """Gives an optimizer the variables that it needs for a state of another structure."""
-    like = nnx.eval_shape(lambda m: nnx.Optimizer(m, tx, wrt=optimizer.wrt), model)
-    optimizer.opt_state = like.opt_state
+
+    def pair(model: nnx.Module) -> tuple[nnx.Module, nnx.Optimizer]:
+        for _, node in nnx.iter_graph(model):  # whose metadata the optimizer's variables take
+            if isinstance(node, nnx.Variable):
+                node.set_metadata("eager_sharding", False)
+        return model, nnx.Optimizer(model, tx, wrt=optimizer.wrt)
+
+    like = nnx.eval_shape(lambda model: _nnx_state.called(lambda: pair(model)), model)
+    optimizer.opt_state = like[1].opt_state
 
 
 @checked

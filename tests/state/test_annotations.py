@@ -131,3 +131,17 @@ def test_nnx_models_are_placed_as_they_say(form, out_sharding, mesh, stage, rule
         if (form, stage) == ("made", 3):
             loss = zerojax.nnx.train_step(nnx_loss)(model, optimizer, BATCH)["loss"]
             assert float(loss) == pytest.approx(float(nnx_loss(making(None)()[0], BATCH)), rel=1e-5)
+
+
+def test_an_annotated_nnx_model_is_kept_in_other_dtypes():
+    stored = zerojax.Precision(param="bfloat16", master="split", moments="int8")
+    make = making((None, "tensor"))
+    adam = lambda: (model := make()[0], nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param))
+    model, optimizer = zerojax.nnx.shard(adam, mesh=TWO, precision=stored)
+    metadata = model.kernel.get_metadata() | {}
+    step, losses = zerojax.nnx.train_step(nnx_loss), []
+    for _ in range(2):
+        losses.append(float(step(model, optimizer, BATCH)["loss"]))
+    assert losses[0] == pytest.approx(float(nnx_loss(making(None)()[0], BATCH)), rel=1e-2)
+    assert losses[1] < losses[0] and model.kernel.get_raw_value().sharding.spec[1] == "tensor"
+    assert model.kernel.get_metadata() == metadata
