@@ -14,6 +14,7 @@ import zerojax.nnx
 from tests.conftest import make_mesh
 from tests.support.nnx_models import BATCH, WIDTH, loss_fn, make, params_of, plain_loop, pure
 from tests.support.reference import assert_close, assert_equal_bits
+from tests.support.shapes import shape
 
 MESH = make_mesh(2)
 
@@ -160,6 +161,21 @@ def test_evaluation_in_nnx_style():
     np.testing.assert_allclose(metrics["aux"], plain, rtol=1e-5, atol=1e-6)
     assert float(metrics["loss"]) == pytest.approx(float(jnp.mean((plain - BATCH) ** 2)), rel=1e-5)
     assert_equal_bits(params_of(model), before)
+
+
+@pytest.mark.parametrize("stores", [None, "split"])
+def test_a_model_of_shapes_is_audited_like_one_of_arrays(stores):
+    sizes = {"param": "bfloat16", "master": stores, "moments": "int8"} if stores else {}
+    options = {"stage": 3, "mesh": MESH, "precision": zerojax.Precision(**sizes)}
+    step = zerojax.nnx.train_step(loss_fn)
+    model, optimizer = zerojax.nnx.shard(make, abstract=True, **options)
+    leaves = jax.tree.leaves(pure(model)) + jax.tree.leaves(pure(optimizer))
+    assert {type(leaf) for leaf in leaves} == {jax.ShapeDtypeStruct}
+    report = zerojax.audit(*step.pure(model, optimizer, shape(*BATCH.shape))).check()
+    real = zerojax.audit(*step.pure(*zerojax.nnx.shard(make, **options), BATCH))
+    assert (report.memory, report.totals) == (real.memory, real.totals)
+    with pytest.raises(ValueError, match=r"Pass a function .* zerojax.nnx.shard\(make, abs"):
+        zerojax.nnx.shard(*make(), abstract=True)
 
 
 # -- what is refused

@@ -93,9 +93,15 @@ class _OptimizerOption(Options):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _ModelOptions(PlanOptions, _OptimizerOption):
     """Options of `shard`: the optimizer, then those of any state."""
+
+    abstract: bool = option(
+        False,
+        """makes nothing: both hold shapes with shardings, for `step.pure`, `zerojax.audit` and
+        `step.compile`. The mesh may be of `zerojax.aot`. `model` is then a function.""",
+    )
 
 
 @takes(_ModelOptions)
@@ -130,10 +136,18 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
         made = seen_as(jax.sharding.get_abstract_mesh())(made)
         with seen_as(NO_MESH):  # Flax looks for axes of annotations, which the mesh may lack.
             model, optimizer = nnx.merge(*jax.eval_shape(made))
+    elif options.abstract:
+        raise ValueError(
+            "abstract=True would replace the arrays of this model. Pass a function that returns a "
+            "model and its optimizer: zerojax.nnx.shard(make, abstract=True)."
+        )
     else:
         source = _nnx_state.shown_state(model, optimizer)
     planned = {f.name: getattr(options, f.name) for f in dataclasses.fields(PlanOptions)}
-    placed = _planner.shard_train_state(source, **planned)
+    if options.abstract:
+        placed = _planner.plan(source, **planned).abstract()
+    else:
+        placed = _planner.shard_train_state(source, **planned)
     if options.precision is not None and options.precision.stores:
         _renew(model, optimizer, placed.tx.original)
     optimizer.tx = placed.tx

@@ -150,8 +150,8 @@ def _compiled(
     if hasattr(step, "pure"):
         raise TypeError(
             "for a step of zerojax.nnx, call zerojax.audit(*step.pure(model, optimizer, batch)). "
-            "On GPUs that are not there: zerojax.forecast(step, make, batch, gpus='8xH100', "
-            "stages=3).cases[0].report, where make() returns a model and its optimizer."
+            "For GPUs that are not there, these two are zerojax.nnx.shard(make, abstract=True, "
+            "mesh=zerojax.aot.mesh('8xH100')), where make() returns both."
         )
     if not hasattr(step, "lower") or isinstance(step, bytes):
         raise TypeError(
