@@ -1,6 +1,6 @@
 """Compiles steps for TPUs, which nothing here has run on, and counts their memory and collectives.
 
-    make tpu-compile && python benchmarks/tpus.py   # docs/limits.md has some of its numbers
+    make tpu-compile && python benchmarks/tpus.py   # docs/limits.md says what it shows
 
 A 124M GPT, 4 x 1024 tokens a chip. Bytes are the compiler's. A step passes if it keeps what its
 stage promises, `zerojax.audit(...).check()`.
