@@ -132,7 +132,15 @@ def with_options(tree: Any = ONE, mesh: Any = None, **options: Any) -> Any:
         (with_options(experts={"expert": ["w1", "w2"]}), "one axis of the mesh to one pattern"),
         (with_options(experts={"expert": "mlp"}), "'mlp', which matches no parameter. Paths are"),
         (with_options(experts={"expert": "a||b"}), "empty alternative: it matches every path"),
-        (with_options(experts={"ep": "experts"}), "experts= over 'ep' is no axis of the mesh"),
+        (
+            with_options(experts={"ep": "experts"}),
+            "experts= over 'ep' is no axis of the mesh, whose axes are ('data', 'expert'). Name "
+            "one of them, or pass a mesh that has it: mesh=zerojax.mesh(data=-1, ep=2), say.",
+        ),
+        (
+            with_options(experts={"experts/": "expert"}),
+            "The axis comes before the pattern: experts={'expert': 'experts/'}.",
+        ),
         (with_options(axis=("data", "expert")), "Leave it out of axis=: the batch is split over"),
         (with_options(sequence="expert"), "Pass a mesh with an axis for each: mesh=zerojax.mesh("),
         (

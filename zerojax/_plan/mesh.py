@@ -80,9 +80,10 @@ def resolve(
     axis: str | Sequence[str] | None,
     sequence: str | None = None,
     experts: str | None = None,
+    pattern: str = "",
 ) -> tuple[Mesh, Axes]:
-    """Returns the mesh and the ZeRO axes that `mesh=`, `axis=`, `sequence=` and the axis of
-    `experts=` stand for."""
+    """Returns the mesh and the ZeRO axes that `mesh=`, `axis=`, `sequence=` and the axis and
+    pattern of `experts=` stand for."""
     _processes.warn_if_not_joined()
     mesh = (current() or _default_mesh()) if mesh is None else mesh
     _check_mesh(mesh)
@@ -91,9 +92,12 @@ def resolve(
     options = (f"sequence={sequence!r}", sequence), (f"experts= over {experts!r}", experts)
     for option, name in options:
         if name and name not in mesh.axis_names:
+            such_as = f"mesh=zerojax.mesh(data=-1, {name}=2), say"
+            remedy = f"Name one of them, or pass a mesh that has it: {such_as}."
+            if name == experts and pattern in mesh.axis_names:
+                remedy = f"The axis comes before the pattern: experts={{{pattern!r}: {name!r}}}."
             raise ValueError(
-                f"{option} is no axis of the mesh, whose axes are {mesh.axis_names}. Pass a mesh "
-                f"that has it: mesh=zerojax.mesh(data=-1, {name}=2), say."
+                f"{option} is no axis of the mesh, whose axes are {mesh.axis_names}. {remedy}"
             )
         if name in (axes or ()):
             raise ValueError(

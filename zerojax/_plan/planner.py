@@ -131,7 +131,7 @@ def _devices(
         given = carried_mesh(state) or _mesh.current()
     if options.groups is not None and given is not None and axis is None:
         axis = beyond(given.axis_names, more) or None
-    mesh, axes = _mesh.resolve(given, axis, *more)
+    mesh, axes = _mesh.resolve(given, axis, *more, experts.pattern if experts else "")
     if given is None and options.stage >= 1 and mesh.devices.size == 1:
         _warn_alone(mesh.devices.flat[0].platform)
     return mesh, axes
