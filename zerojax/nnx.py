@@ -99,8 +99,8 @@ class _ModelOptions(PlanOptions, _OptimizerOption):
 
     abstract: bool = option(
         False,
-        """makes nothing: both hold shapes with shardings, for `step.pure`, `zerojax.audit` and
-        `step.compile`. The mesh may be of `zerojax.aot`. `model` is then a function.""",
+        """moves and makes nothing: both then hold shapes with shardings, for `step.pure`,
+        `zerojax.audit` and `step.compile`. The mesh may be of `zerojax.aot`.""",
     )
 
 
@@ -136,11 +136,6 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
         made = seen_as(jax.sharding.get_abstract_mesh())(made)
         with seen_as(NO_MESH):  # Flax looks for axes of annotations, which the mesh may lack.
             model, optimizer = nnx.merge(*jax.eval_shape(made))
-    elif options.abstract:
-        raise ValueError(
-            "abstract=True would replace the arrays of this model. Pass a function that returns a "
-            "model and its optimizer: zerojax.nnx.shard(make, abstract=True)."
-        )
     else:
         source = _nnx_state.shown_state(model, optimizer)
     planned = {f.name: getattr(options, f.name) for f in dataclasses.fields(PlanOptions)}

@@ -138,8 +138,7 @@ class Step:
             compiled = _compat.compiled_anew if _on_cpus(plan) else jax.stages.Lowered.compile
             with working("compiling the step"):
                 step = CompiledStep(compiled(lowered), plan, facts, known)
-            if _on_cpus(plan):
-                _meet_compiled(plan)
+            _meet_compiled(plan)
         return self._checked_too(step, args)
 
     def load(self, path: str | os.PathLike[str], *args: PyTree) -> CompiledStep:
