@@ -325,6 +325,28 @@ def test_what_a_study_is_told_is_passed_on(run, monkeypatch):
     assert path == "study.png"
 
 
+def test_a_study_of_the_largest_model(run, module, monkeypatch):
+    calls = fakes.recorded(monkeypatch, "study", fakes.study(fakes.cell(size=37, n_params=8e9)))
+    name = module(
+        "deep",
+        "from tests.forecast.fakes import batch, loss, make_state\n"
+        "def model(layers, width=1):\n    return loss, make_state, lambda rows: (layers, width)\n",
+    )
+    flags = ("--gpus", "2xT4", "--rows", "4", "--set", "layers=largest")
+    code, out, err = run("study", "7.5b", f"{name}:model", *flags)
+    assert (code, err) == (OK, "") and " 37: 8B " in out and "Best for 7.5b: 37, 8 bill" in out
+    (models,), given = calls.pop()
+    preset, own = models["7.5b layers"], models["deep:model layers"]
+    assert (preset(12).layers, preset(12).hidden, given["rows"]) == (12, 4096, 4)
+    assert own(3)[2](1) == (3, 1)
+    code, _, err = run("study", "7.5b", *flags, "--set", "hidden=largest")
+    assert code == BAD_INPUT and "--set has the largest layers and hidden. Name one" in err
+    for command in ("forecast", "audit"):
+        code, _, err = run(command, "7.5b", "--gpus", "2xT4", "--set", "layers=largest")
+        assert code == BAD_INPUT
+        assert "zerojax study 7.5b --gpus 2xT4 --rows 4 --set layers=largest." in err
+
+
 # -- what GPUs alone have
 
 

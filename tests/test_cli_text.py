@@ -14,7 +14,9 @@ SENT = {"network_bytes": 2**30, "link_bytes": 2**41, "tokens": 740740}
 OFFLOADED = fakes.case(3, 30, on_host=12 * 2**30, pinned=96 * 2**30, **SENT)
 PRINTED = {
     "forecast": fakes.forecast(OFFLOADED, fakes.case(0, 100), network=1e9),
-    "study": fakes.study(fakes.cell(asked="largest", rows=4), fakes.cell("9xH100", tflops=9.0)),
+    "study": fakes.study(
+        fakes.cell(asked="largest", rows=4), fakes.cell("9xH100", tflops=9.0, size=3)
+    ),
     "audit": stored.report("step3-8xH100-jax0.12"),
 }
 

@@ -154,7 +154,7 @@ def test_the_most_layers_that_fit_are_found_in_a_few_compiles(peak, most, compil
     (cell,) = study.cases
     assert (cell.size, cell.n_params, cell.fits, cell.rows) == (most, 4 * most, True, 4)
     assert len(seen) <= compiles and study.best("deep") is cell
-    assert f"max {most}: " in str(study) and f"Best for deep: {most}, " in str(study)
+    assert f"  {most}: " in str(study) and f"Best for deep: {most}, " in str(study)
 
 
 def test_the_largest_model_is_real():

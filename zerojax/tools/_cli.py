@@ -290,7 +290,7 @@ def _model(arguments: argparse.Namespace) -> Ingredients:
 
 def _models_of(arguments: argparse.Namespace) -> dict[str, PyTree]:
     """Returns the models of a study by name; presets with other fields are named with these."""
-    fields = [f"{name}={value}" for name, value in arguments.settings]
+    fields = [f"{k}={v}" if v != LARGEST else k for k, v in arguments.settings]
     searched = [name for name, value in arguments.settings if value == LARGEST]
     if len(searched) > 1:
         raise ValueError(f"--set has the largest {' and '.join(searched)}. Name one of them.")

@@ -150,6 +150,7 @@ FLAGS: dict[str, dict[str, Keywords]] = {
         **_stages,
         "--rows": {"help": "of each GPU: numbers, or largest (default)", "type": value, **_several},
         "--remat": _remat,
+        "--set": OF_STEPS["--set"] | {"help": "also layers=largest: the largest model that fits"},
         "--plot": _plot,
     },
     "audit": {

@@ -65,7 +65,7 @@ def _if_it_fits(attribute: str) -> Callable[[Case], Number]:
 STUDY_COLUMNS: dict[str, Column] = {
     "model": ("model", str, "The model: a preset, or one of your own."),
     SIZE: (
-        lambda case: f"max {case.size}: {case.n_params / 1e9:.3g}B" if case.size else None,
+        lambda case: f"{case.size}: {case.n_params / 1e9:.3g}B" if case.size else None,
         str,
         "The largest number that fits, as of layers, and the billions of parameters with it.",
     ),
@@ -269,19 +269,14 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
             f"these are the rates of one GPU, and gpus= names {', '.join(sorted(kinds))}. Make a "
             "study of each."
         )
-    made = functools.cache(lambda name, number: _made(name, models[name], number))
-
-    @functools.cache
-    def work(name: str, gpus: str, rows: int, number: int = FIRST) -> Workload:
-        return _work(name, made(name, number), options, gpus, rows)
-
+    work = functools.cache(lambda name, *where: _work(name, models[name], options, *where))
     for name, size in itertools.product(models, sizes):
         work(name, size, 1)  # raises before anything compiles
     aot._check_packages()
 
     @functools.cache
-    def compiled(name: str, gpus: str, stage: int, rows: int, number: int = FIRST) -> Case:
-        one = work(name, gpus, rows, number)
+    def compiled(name: str, gpus: str, stage: int, rows: int, *number: int) -> Case:
+        one = work(name, gpus, rows, *number)
         case = one.case("", stage, one.options.accumulate, one.options.schedule)
         if case.unread:
             raise ValueError(case.unread)
@@ -291,7 +286,7 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
     def cell(name: str, gpus: str, stage: int, rows: int | str) -> Case:
         """Returns a case, with the reason why it has no numbers if it has none."""
         one = work(name, gpus, 1)
-        settings = [f"remat {options.remat}"] if isinstance(made(name, FIRST), Gpt) else []
+        settings = [f"remat {options.remat}"] if isinstance(_made(name, models[name]), Gpt) else []
         settings += one.settings(one.own.keys() & {"mutable"})
         of_rows = functools.partial(compiled, name, gpus, stage)
         try:
@@ -312,7 +307,7 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
     return Study(tuple(cases))
 
 
-def _made(name: str, model: PyTree, number: int) -> Gpt | Own:
+def _made(name: str, model: PyTree, number: int = FIRST) -> Gpt | Own:
     """Returns a model, of a function the one with a number; looks up a preset."""
     model = model(number) if callable(model) else model
     model = _presets.preset(model) if isinstance(model, str) else model
@@ -322,8 +317,11 @@ def _made(name: str, model: PyTree, number: int) -> Gpt | Own:
     return model
 
 
-def _work(name: str, model: Gpt | Own, options: StudyOptions, gpus: str, rows: int) -> Workload:
+def _work(
+    name: str, model: Given, options: StudyOptions, gpus: str, rows: int, *number: int
+) -> Workload:
     """Returns a model with so many rows on each GPU, in whose 16 bits a preset computes."""
+    model = _made(name, model, *number)
     if isinstance(model, Gpt):
         preset = _presets.on(model, options.gpu_of(gpus))
         model = preset.losses([options.remat])[options.remat], preset.make_state, preset.batch
