@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.forecast import fakes
@@ -17,6 +18,7 @@ PATTERN, KEPT = {"expert": "up|down"}, {"data": 2, "expert": 4}
 ROOMY = zerojax.Experts("expert", "(up|down)$", room=2.0)
 GATHERED = 'stage=3, mesh={"data": 8}, experts=None'
 EIGHT = 'stage=3, mesh={"data": 1, "expert": 8}'
+SAME = (("axis", ("data", "expert")), ("experts", None))
 TWO = 'stage=3, mesh={"data": 4, "expert": 2}'
 
 
@@ -115,8 +117,23 @@ def test_python_of_each_mesh_runs(experts, room, cpus, monkeypatch):
         assert scope["step"].lower(scope["state"], np.ones((64, DIM), np.float32))
 
 
+@pytest.mark.parametrize("name", ["loss", "overrides"])
+def test_the_loss_or_overrides_may_name_the_axis_of_experts(name, cpus):
+    """Experts are gathered along it then: rows are split over it all the same."""
+    named = lambda params, x: loss(params, x) / jax.lax.axis_size("expert")
+    how = {"losses": named} if name == "loss" else {"overrides": {"router": P("expert")}}
+    found = chosen(rows=64, inner=2048, **how)
+    (gathered,) = (one for one in found.tried if one.way == fakes.WayToTrain(instead=SAME))
+    assert str(gathered.way) == 'stage=3, axis=("data", "expert"), experts=None'
+    scope = {"zerojax": zerojax, "make_state": make_state, "loss_fn": how.get("losses", loss)}
+    scope |= {"overrides": how.get("overrides")}
+    exec(found.python(gathered.way), scope)
+    plan = scope["state"].tx.plan
+    assert plan.experts is None and dict(plan.mesh.shape) == KEPT
+    assert scope["step"].lower(scope["state"], np.ones((64, DIM), np.float32))
+
+
 @pytest.mark.gpu_code
-@pytest.mark.filterwarnings("ignore:.* puts nothing in host memory")
 @pytest.mark.parametrize(
     ("rows", "inner", "gathers"), [(64, 2048, False), (16384, 32, True)], ids=["few", "many"]
 )

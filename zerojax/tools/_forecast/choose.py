@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -239,8 +240,7 @@ def choose(
     A loss that names an axis, as "data" too, cannot train with options that need an axis of hosts
     and one of their GPUs: pass `axis`. With `sequence` or `mesh`, no option needs these, unless
     `axis=("node", "gpu")` of the mesh. With `experts`, it also compiles a step that gathers these,
-    on a mesh without their axis, and one where that axis has another size; where the loss or
-    `overrides` name that axis, compare them by `zerojax.forecast`.
+    without their axis where nothing else names it, and one where it has another size.
 
     Arguments:
         loss_fn, make_state, batch: as for `zerojax.forecast`; of several losses, such as a model
@@ -272,7 +272,9 @@ def choose(
     work = WorkOptions(**changed_options(options, WorkOptions()))
     work = Workload.of(loss_fn, make_state, batch, options.rng, options.gpus, work)
     is_nnx = work.options.mutable == NNX_FIELDS
-    return Choice(options.gpus, work.options, Search(work).run(options.lossy), is_nnx)
+    with warnings.catch_warnings():  # of ways that nobody has asked for
+        warnings.filterwarnings("ignore", ".* puts nothing in host memory")
+        return Choice(options.gpus, work.options, Search(work).run(options.lossy), is_nnx)
 
 
 def _seconds(case: Case) -> float:
@@ -307,9 +309,7 @@ class Search:
     def run(self, lossy: bool) -> tuple[Tried, ...]:
         losses = list(self.work.losses)
         if self.levels:  # a loss that names one axis raises on two, before anything compiles
-            plan, work = self.plan_of(WayToTrain(groups=HSDP)), self.work
-            arguments = [aot.batch(one, plan) for one in (work.batch, work.rng) if one is not None]
-            work.step(losses[0], plan)._without_options.trace(plan.abstract(), *arguments)
+            self.trace(WayToTrain(losses[0], groups=HSDP))
         rows = next(x.shape[0] for x in jax.tree.leaves(self.work.batch) if x.shape)
         powers = (2**k for k in range(MOST_MICROBATCHES.bit_length()))
         counts = [
@@ -347,10 +347,14 @@ class Search:
         plan, variant = self.plan_of(WayToTrain()), self.fastest.variant
         if plan.experts is None:
             return []
-        axis, names = plan.experts.axis, (*reversed(plan._splits.rows), DEFAULT_AXIS, GPU_AXIS)
-        rest = next(name for name in names if name != axis)
+        rows, axis = plan._splits.rows, plan.experts.axis
+        rest = next(name for name in (*reversed(rows), DEFAULT_AXIS, GPU_AXIS) if name != axis)
         counts = [leaf.shape[leaf.experts] for leaf in plan.params if leaf.experts is not None]
-        every = with_experts(plan.mesh.shape, rest, axis, math.gcd(*counts), self.on_host)
+        every = [*with_experts(plan.mesh.shape, rest, axis, math.gcd(*counts), self.on_host)]
+        try:
+            self.trace(WayToTrain(variant, instead=every[-1]))
+        except (NameError, ValueError):  # the loss or overrides= name the axis, which then stays
+            every[-1] = ("axis", rows), ("experts", None)
         others = [WayToTrain(variant, instead=one) for one in every]
         # Along n devices, 1 / n of the weights is gathered, and 1 - 1 / n of the rows travels,
         # whose bytes only a trace knows: the fewest are along many devices, or along none.
@@ -376,6 +380,12 @@ class Search:
                 for one in family:  # the next one needs less memory, until one fits
                     if one.peak < peak and len(self.compiled) < MOST_COMPILED:
                         peak = 0 if self.case(one.way).fits else 0.9 * one.peak
+
+    def trace(self, way: WayToTrain) -> None:
+        plan, work = self.plan_of(way), self.of(way)
+        batch = aot.batch(work.batch, plan, batch_specs=work.options.batch_specs)
+        rng = [] if work.rng is None else [aot.batch(work.rng, plan)]
+        work.step(way.variant, plan)._without_options.trace(plan.abstract(), batch, *rng)
 
     def of(self, way: WayToTrain) -> Workload:
         return dataclasses.replace(self.work, options=way.on(self.work.options))

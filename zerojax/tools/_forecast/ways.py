@@ -19,7 +19,7 @@ AMSP = (("params", GPU_AXIS), ("grads", GPU_AXIS), ("opt_state", (GPU_AXIS, NODE
 LOSSY = (("int8", None), ("int8", "int8"), ("int8", "int4"))
 PLACED = ("stage", "groups", "offload")  # arguments of `shard_train_state`
 SCHEDULED = ("order", "regather")  # those of its `Schedule`
-Instead = tuple[tuple[str, tuple[tuple[str, int], ...] | None], ...]
+Instead = tuple[tuple[str, PyTree], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class WayToTrain:
 
     @property
     def replaced(self) -> dict[str, PyTree]:
-        return {name: value and dict(value) for name, value in self.instead}
+        return {k: dict(v) if k == "mesh" else v for k, v in self.instead}
 
     def on(self, options: WorkOptions) -> WorkOptions:
         """Returns the options of a step that trains so."""
