@@ -10,6 +10,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -309,6 +310,20 @@ def test_a_loop_needs_no_orbax_and_no_compiler_tools():
         "print('orbax' in sys.modules, 'zerojax.tools._audit.audit' in sys.modules)"
     )
     assert fresh(code) == "False False"
+
+
+def test_a_session_that_still_has_an_old_jax_is_named():
+    code = (
+        "import sys, types; sys.modules['jax'] = types.SimpleNamespace(**"
+        "{'__version__': '0.7.2', '__version_info__': (0, 7, 2)})\n"
+        "try:\n    import zerojax\nexcept ImportError as error:\n    print(error)"
+    )
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    (oldest,) = (x.removeprefix("jax>=") for x in project["dependencies"] if x.startswith("jax>="))
+    assert fresh(code) == (
+        f"zerojax needs JAX {oldest} or newer, and 0.7.2 is in memory. Upgrade it, and "
+        "restart the process: in a notebook, its session."
+    )
 
 
 def test_nothing_but_runtime_dependencies_is_imported():

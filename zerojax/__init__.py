@@ -7,6 +7,7 @@ for batch in data:
 """
 
 import importlib
+import sys
 import typing
 
 if typing.TYPE_CHECKING:
@@ -49,6 +50,12 @@ if typing.TYPE_CHECKING:
     from zerojax.tools._verify.verify import verify as verify
 
 __version__ = "0.1.0"
+
+if (_jax := sys.modules.get("jax")) and _jax.__version_info__ < (0, 10, 2):
+    raise ImportError(
+        f"zerojax needs JAX 0.10.2 or newer, and {_jax.__version__} is in memory. Upgrade it, and "
+        "restart the process: in a notebook, its session."
+    )
 
 # The same names, by the module that is imported when one of them is first used. With Orbax, the
 # engine and the tools, `import zerojax` would cost half as much again as JAX, Flax and optax.

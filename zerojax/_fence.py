@@ -35,7 +35,8 @@ def mark(outs: Sequence[Array]) -> Array | None:
     Returns None if no output has elements.
     """
     # Scalars, one after another: XLA:CPU compiles a loop of its own for each small array.
-    counts = [lax.population_count(_bits(x)) for x in outs if _is_countable(x)]
+    filled = [x for x in outs if x.dtype != jax.dtypes.float0 and math.prod(x.shape) > 0]
+    counts = [lax.population_count(_bits(x)) for x in filled]
     marks = [count > _MOST_BITS for count in counts]
     return functools.reduce(jnp.logical_or, marks) if marks else None
 
@@ -67,10 +68,6 @@ def _bits(array: Array) -> Array:
     # Numbers of 4 bits cannot count to `_MOST_BITS`.
     is_wide = first.dtype != bool and jnp.iinfo(first.dtype).bits >= 8
     return first if is_wide else first.astype(jnp.uint8)
-
-
-def _is_countable(array: Array) -> bool:
-    return array.dtype != jax.dtypes.float0 and math.prod(array.shape) > 0
 
 
 # -- whole programs

@@ -215,9 +215,8 @@ class Step:
             self._by_plan[plan] = jitted, options
         jitted, _ = self._by_plan[plan]
         # Looking for tracers takes time at each step; on CPUs both functions are one.
-        if jitted is self._without_options:
-            return jitted
-        return self._without_options if _has_tracers((args, named)) else jitted
+        kinds = kinds_of((args, named)) if jitted is not self._without_options else ()
+        return self._without_options if any(issubclass(x, Tracer) for x in kinds) else jitted
 
     def _kept_for(self, plan: Plan, trace: Callable[[], ClosedJaxpr]) -> frozenset[int]:
         """Returns which leaves of a state the step must not donate."""
@@ -326,10 +325,6 @@ def _on_cpus(plan: Plan) -> bool:
 def _meet_compiled(plan: Plan) -> None:
     """Waits until all have compiled: one may take longer than the 30 s for which gloo waits."""
     _agreement.agree("a step that this one has compiled", dict, plan.mesh, ordered=False)
-
-
-def _has_tracers(tree: PyTree) -> bool:
-    return any(issubclass(kind, Tracer) for kind in kinds_of(tree))
 
 
 def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bool:

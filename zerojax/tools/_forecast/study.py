@@ -50,10 +50,6 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _rows_text(case: Case) -> int | str:
-    return f"max {case.rows or ''}".rstrip() if case.asked == LARGEST else case.asked
-
-
 def _throughput(case: Case) -> float | str:
     return case.tflops if case.fits else "failed" if case.failed else "no room"
 
@@ -72,7 +68,7 @@ STUDY_COLUMNS: dict[str, Column] = {
     "GPUs": ("gpus", str, "How many of which GPU."),
     "stage": CASE_COLUMNS["stage"],
     "rows": (
-        _rows_text,
+        lambda case: f"max {case.rows or ''}".rstrip() if case.asked == LARGEST else case.asked,
         str,
         "Rows of the batch on each GPU, such as sequences; 'max': all that fit.",
     ),
