@@ -1,11 +1,14 @@
 """The notebooks' first cell: what it installs where zerojax is missing, as on Colab and Kaggle."""
 
+import glob
+import importlib.metadata
 import importlib.util
 import json
 import os
 import pathlib
 import re
 import subprocess
+import sys
 import tomllib
 import types
 
@@ -15,6 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SMI = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
 MISSING = "sh: 1: nvidia-smi: not found"
+WHEEL = "zerojax-1.2.3-py3-none-any.whl"
 FAILS = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
 
 
@@ -42,11 +46,12 @@ def test_the_repository_is_the_projects():
 def installed(monkeypatch):
     """Runs the first cell where pip has some sources; returns its names, and what it installs."""
 
-    def installed(smi, known=(), has=("zerojax", ".."), repository=""):
+    def installed(smi, known=(), has=("zerojax", "..", WHEEL), repository=""):
         commands, names = [], {}
 
         def install(command, **_):
-            commands.append(source := command[-1])
+            commands.append(" ".join(command[5:]))
+            source = command[-1]
             origin = "git" if "git+" in source else source.partition("[")[0]
             return types.SimpleNamespace(returncode=int(origin not in has), stderr="")
 
@@ -90,9 +95,35 @@ def test_what_is_not_on_the_index_comes_from_the_repository(installed, tmp_path,
     assert installed(MISSING, has=("zerojax", "git"), repository=address)[1] == both[:1]
     assert installed(MISSING, has=("git",), repository=address)[1] == both
     for repository in ("", address):
-        message = rf"on pip's index nor at REPOSITORY='{repository}'\. Write the address"
+        message = rf"on pip's index nor at REPOSITORY='{repository}'\. Write .* or upload its wheel"
         with pytest.raises(ModuleNotFoundError, match=message):
             installed(MISSING, has=(), repository=repository)
+
+
+def test_a_wheel_comes_before_the_index(installed, tmp_path, monkeypatch):
+    """As uploaded to Colab, and as a data set of Kaggle; the real glob sees no /kaggle."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / WHEEL).touch()
+    assert installed(MISSING)[1] == [f"{WHEEL}[plot,gpu-compile]"]
+    data_set = f"/kaggle/input/mine/{WHEEL}"
+    listed = {"/kaggle/input/*/zerojax-*.whl": [data_set]}
+    monkeypatch.setattr(glob, "glob", lambda pattern: listed.get(pattern, []))
+    assert installed("550.54.15", has=(data_set,))[1] == [f"{data_set}[plot,cuda12]"]
+
+
+def test_a_session_keeps_its_numpy_and_no_older_jax(installed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    versions = {"numpy": "2.1.3", "jax": "0.11.2"}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(__version__="0.11.2"))
+    assert installed(MISSING, ("numpy",))[1] == ["numpy==2.1.3 zerojax[plot,gpu-compile]"]
+    versions["numpy"] = "1.26.4"  # no JAX is for it
+    assert installed(MISSING, ("numpy",))[1] == ["zerojax[plot,gpu-compile]"]
+    sys.modules["jax"].__version__ = "0.7.2"
+    with pytest.raises(RuntimeError, match=r"An earlier JAX is in memory\. Restart the session"):
+        installed(MISSING)
+    monkeypatch.delitem(sys.modules, "jax")
+    installed(MISSING)
 
 
 def test_what_shards_emulates_devices_beside_a_single_gpu(monkeypatch):
