@@ -13,7 +13,7 @@ ifeq ($(wildcard /proc/driver/nvidia/version /dev/dxg /dev/kfd /dev/accel* /dev/
 export JAX_PLATFORMS ?= cpu
 endif
 .PHONY: demo test test-ci gpu-code tpu-code fuzz mutants foreign prerelease lint full-examples notebooks docs \
-  wheel gpu-compile tpu-compile regressions release workflows clean
+  wheel hosted gpu-compile tpu-compile regressions release workflows clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
@@ -85,6 +85,12 @@ wheel:
 	rm -rf $(VENV)-wheel && $(PYTHON) -m venv $(VENV)-wheel
 	$(VENV)-wheel/bin/python -m pip install --quiet --disable-pip-version-check $(WHEEL)
 	$(VENV)-wheel/bin/python tests/outside.py
+
+# A notebook from the wheel, with what Colab (Python 3.13) and Kaggle (3.12) have installed.
+hosted:
+	rm -rf out/hosted
+	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir out/hosted .
+	$(PYTHON) tests/hosted.py out/hosted/*.whl
 
 # What a release publishes, checked, and the list of packages that it was tried with.
 release: $(VENV)-release/.release
