@@ -1,6 +1,6 @@
-"""The part of the metadata that depends on where a release is built: addresses.
+"""The part of the metadata that depends on the repository's address.
 
-No file of the project has its address, so that a fork never has a wrong one. GitHub's workflows say
+pyproject.toml says it. Where it says none, so that a fork has no wrong one, GitHub's workflows say
 where they run. A build elsewhere has no addresses, and the README's links as they are.
 """
 
@@ -19,8 +19,9 @@ class CustomMetadataHook(MetadataHookInterface):
         with open(os.path.join(self.root, "README.md"), encoding="utf-8") as file:
             text = file.read()
         server, repository = map(os.environ.get, ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY"))
-        if server and repository:
-            source, tag = f"{server}/{repository}", f"v{metadata['version']}"
+        runs_at = f"{server}/{repository}" if server and repository else ""
+        if source := self.config.get("address") or runs_at:
+            tag = f"v{metadata['version']}"
             metadata["urls"] = {
                 "Source": source,
                 "Documentation": f"{source}/blob/{tag}/docs/index.md",

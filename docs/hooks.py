@@ -7,6 +7,7 @@ import pathlib
 import posixpath
 import re
 import textwrap
+import tomllib
 
 import errors
 import links
@@ -14,6 +15,9 @@ import packaging.version
 
 ROOT = pathlib.Path(__file__).parents[1]
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+ADDRESS = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["custom"]["address"]
+COLAB = "https://colab.research.google.com/github/"  # opens notebooks of repositories on GitHub
 LOG = logging.getLogger("mkdocs.zerojax")  # under mkdocs, so that --strict fails on warnings
 # Text that a page shares with the README: a link on GitHub, the text itself on the site.
 INCLUDED = re.compile(r"^\[.*\]\(\.\./README\.md#.*\) <!-- README\.md:(\w+) -->$", re.MULTILINE)
@@ -35,16 +39,19 @@ HREF = re.compile(r'(?<=href=")(?!\w+:|#|/)([^"#]+)(?=["#])')
 
 
 def on_config(config):
-    """Puts the version into the header and each page's title, and the site into its folder."""
+    """Puts the version into the header and each page's title, and the site into its folder. Links
+    to the repository."""
     text = (ROOT / "zerojax" / "__init__.py").read_text()
     version = re.search(r'__version__ = "(.+)"', text)[1]
     config.site_name += f" {version}"
     config.site_dir = os.path.join(config.site_dir, version)
+    config.repo_url, config.repo_name = ADDRESS or None, "zerojax"
 
 
 def on_page_markdown(markdown, page, **_):
     """Adds the program that a page's code continues from, the messages, pictures and tabs."""
     markdown = re.sub("<!-- messages -->", lambda _: errors.markdown(), markdown)
+    markdown = markdown.replace("<this repository>", ADDRESS or "<this repository>")
     if page is not None and page.file.src_uri == "reference.md":
         markdown = NAME.sub(r"::: \1\n", markdown)
     markdown = PICTURE.sub(IMAGES, with_readme(markdown))
@@ -78,7 +85,8 @@ def tabbed(markdown):
 
 
 def on_page_content(html, page, files, **_):
-    """Turns the links of notebooks, which are paths in the repository, into links to pages."""
+    """Turns the links of notebooks, which are paths in the repository, into links to pages, and
+    puts a link to Colab before a notebook."""
     if not page.file.src_uri.endswith(".ipynb"):
         return html
 
@@ -90,7 +98,9 @@ def on_page_content(html, page, files, **_):
             return link[1]
         return file.url_relative_to(page.file)
 
-    return HREF.sub(to_page, html)
+    html, name = HREF.sub(to_page, html), ADDRESS.partition("https://github.com/")[2]
+    where = f"{COLAB}{name}/blob/main/{page.file.src_uri}"
+    return f'<p><a href="{where}">Open in Colab</a></p>\n{html}' if name else html
 
 
 def on_post_build(config):

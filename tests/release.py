@@ -3,6 +3,7 @@
     python tests/release.py 0.2.0            # the version, the changelog and the citation say 0.2.0
     python tests/release.py --check v0.2.0   # prints its notes, if all of them say so
     python tests/release.py --sbom FILE      # puts the version into a list of packages
+    python tests/release.py --address https://github.com/OWNER/zerojax    # all files say so
 
 RELEASING.md says when.
 """
@@ -20,6 +21,16 @@ UNRELEASED = "## Unreleased\n"
 SAYS = {
     "zerojax/__init__.py": '__version__ = "{}"',
     "CITATION.cff": "version: {}",
+}
+
+# What says the repository's address: its variable, and files that cannot read that.
+ADDRESS = r"(https://[\w./:-]*[\w-])?"
+SAY_ADDRESS = {
+    "pyproject.toml": re.compile(r'(?<=^address = ")[^"]*', re.MULTILINE),
+    "CITATION.cff": re.compile(
+        r"(?<=^license: Apache-2.0\n)(repository-code: .*\n)?", re.MULTILINE
+    ),
+    "notebooks/*.ipynb": re.compile(r'(?<="REPOSITORY = \\")[^"\\]*'),
 }
 
 
@@ -72,6 +83,22 @@ def version_in(root: pathlib.Path) -> str:
     return re.search(r'__version__ = "(.+)"', (root / "zerojax/__init__.py").read_text())[1]
 
 
+def address_in(root: pathlib.Path) -> str:
+    return SAY_ADDRESS["pyproject.toml"].search((root / "pyproject.toml").read_text())[0]
+
+
+def addressed(root: pathlib.Path, address: str) -> dict[pathlib.Path, str]:
+    """Returns the files that say the repository's address, with this one."""
+    changed = {}
+    for pattern, place in SAY_ADDRESS.items():
+        citation = f"repository-code: {address}\n" if address else ""
+        said = citation if pattern == "CITATION.cff" else address
+        for path in root.glob(pattern):
+            changed[path], count = place.subn(said, path.read_text())
+            assert count == 1, f"{path} says the address {count} times"
+    return changed
+
+
 def sbom_of(text: str, version: str) -> str:
     """Returns a CycloneDX list in which zerojax has its version, which pyproject.toml has not."""
     listed = json.loads(text)
@@ -88,6 +115,9 @@ def main() -> None:
         case ["--sbom", name]:
             path = pathlib.Path(name)
             path.write_text(sbom_of(path.read_text(), version_in(ROOT)))
+        case ["--address", address] if re.fullmatch(ADDRESS, address):
+            for path, text in addressed(ROOT, address).items():
+                path.write_text(text)
         case [version] if VERSION.fullmatch(version):
             prepare(ROOT, version)
             print(f"git commit -am 'Release {version}' && git tag v{version}")

@@ -9,7 +9,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import tomllib
 import types
 
 import pytest
@@ -32,14 +31,6 @@ def first_cell():
     (cell,) = {code_of(notebook)[0] for notebook in NOTEBOOKS}
     assert cell.startswith("# Installs zerojax") and len(NOTEBOOKS) == 6
     return cell
-
-
-def test_the_repository_is_the_projects():
-    """Whose pyproject.toml may have no address, so that a fork has no wrong one."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    urls = project.get("urls", {})
-    address = urls.get("Repository", urls.get("Source", ""))
-    assert f"\nREPOSITORY = {json.dumps(address)}  #" in first_cell()
 
 
 @pytest.fixture

@@ -82,8 +82,22 @@ def test_owners_and_forms_name_files_that_there_are():
     assert len(paths) >= 9 and [path for path in paths if not (ROOT / path).exists()] == []
 
 
+@pytest.fixture
+def project(tmp_path):
+    """The files that speak of versions and addresses, which is none yet."""
+    for name in ("CHANGELOG.md", *release.SAYS):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    for path, text in release.addressed(ROOT, "").items():
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(text)
+    return tmp_path
+
+
 # -- the metadata
 
+OF = "GITHUB_REPOSITORY"
 LINK = r'(\]\(|\b(?:href|src|srcset)=")([^)"]+)'
 
 
@@ -99,13 +113,13 @@ def hook():
     return module
 
 
-def metadata(monkeypatch, **env):
+def metadata(monkeypatch, address="", **env):
     for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     found = {"version": "1.2.3"}
-    own = types.SimpleNamespace(root=str(ROOT))
+    own = types.SimpleNamespace(root=str(ROOT), config={"address": address})
     hook().CustomMetadataHook.update(own, found)
     return found
 
@@ -120,6 +134,8 @@ def test_a_build_elsewhere_names_no_address(monkeypatch):
 def test_links_of_a_release_lead_into_its_repository(monkeypatch):
     env = {"GITHUB_SERVER_URL": "https://git.example", "GITHUB_REPOSITORY": "me/zerojax"}
     found = metadata(monkeypatch, **env)
+    assert found == metadata(monkeypatch, "https://git.example/me/zerojax")
+    assert found == metadata(monkeypatch, "https://git.example/me/zerojax", **env | {OF: "a/fork"})
     own = "https://git.example/me/zerojax"
     assert found["urls"]["Source"] == own and found["urls"]["Issues"] == f"{own}/issues"
     before = [link for _, link in re.findall(LINK, (ROOT / "README.md").read_text())]
@@ -135,6 +151,47 @@ def test_links_of_a_release_lead_into_its_repository(monkeypatch):
     assert hook().with_addresses(same, own, "v1.2.3") == same
 
 
+# -- the repository's address
+
+
+def test_the_address_is_that_of_pyproject_wherever_a_file_says_it():
+    """`python tests/release.py --address` writes it: it changes everywhere, or nowhere."""
+    address = release.address_in(ROOT)
+    files = release.addressed(ROOT, address)
+    assert len(files) == 8
+    assert [path for path, text in files.items() if path.read_text() != text] == []
+
+
+def test_no_other_file_says_an_address_of_zerojax():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    paths = [ROOT / name for name in listed.stdout.splitlines() if not name.startswith("tests/")]
+    paths = [path for path in paths if path.suffix not in (".png", ".xz") and path.is_file()]
+    says = re.compile(r"(https?://|git@)[\w.:/-]+/zerojax\b|/blob/main/notebooks|colab\.research")
+    assert len(paths) > 300
+    allowed = release.addressed(ROOT, "")  # the variable and its copies, without it
+    texts = {path: allowed.get(path, path.read_text()) for path in paths}
+    examples = {"pyproject.toml": 1, "RELEASING.md": 1, "hooks.py": 1}  # of an OWNER, and Colab
+    told = {path.name: len(says.findall(text)) for path, text in texts.items()}
+    assert {name: count for name, count in told.items() if count} == examples
+
+
+def test_another_address_changes_all_places(project):
+    first, second = "https://git.example/me/zerojax", "https://git.example/you/zerojax"
+    empty = {path: path.read_text() for path in release.addressed(project, "")}
+    for address in (first, second):
+        for path, text in release.addressed(project, address).items():
+            path.write_text(text)
+            assert text.count(address) == 1
+        assert release.address_in(project) == address
+    assert all(first not in path.read_text() for path in empty)
+    assert yaml.safe_load((project / "CITATION.cff").read_text())["repository-code"] == second
+    assert (
+        f'REPOSITORY = "{second}"  #'
+        in json.loads((project / "notebooks/05_one_gpu.ipynb").read_text())["cells"][1]["source"][1]
+    )
+    assert release.addressed(project, "") == empty
+
+
 # -- versions
 
 
@@ -144,14 +201,6 @@ def test_the_version_is_said_once_and_the_same_everywhere():
     listed = {"metadata": {"component": {"name": "zerojax"}}, "components": []}
     text = release.sbom_of(json.dumps(listed), release.version_in(ROOT))
     assert json.loads(text)["metadata"]["component"]["version"] == zerojax.__version__
-
-
-@pytest.fixture
-def project(tmp_path):
-    for name in ("CHANGELOG.md", *release.SAYS):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text((ROOT / name).read_text())
-    return tmp_path
 
 
 def test_a_release_is_prepared_and_checked(project):

@@ -71,6 +71,23 @@ def test_a_notebooks_links_into_the_repository_lead_to_pages(caplog):
     assert "notebooks/01.ipynb links to ../docs/no.md, which is no page" in caplog.text
 
 
+def test_the_repositorys_address_comes_from_its_variable(monkeypatch):
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="notebooks/01.ipynb"))
+    lines = "$ git clone <this repository> zerojax && cd zerojax"
+    assert lines in (DOCS / "measured.md").read_text()
+    shown = {}
+    for address in ("", "https://git.example/me/zerojax", "https://github.com/me/zerojax"):
+        monkeypatch.setattr(hooks, "ADDRESS", address)
+        config = types.SimpleNamespace(site_name="zerojax", site_dir="site")
+        hooks.on_config(config)
+        assert config.repo_url == (address or None)
+        wanted = lines.replace("<this repository>", address) if address else lines
+        assert hooks.on_page_markdown(lines, page=None) == wanted
+        shown[address] = hooks.on_page_content("<h1>", page=page, files=None)
+    assert [*shown.values()][:2] == ["<h1>"] * 2
+    assert "com/github/me/zerojax/blob/main/notebooks/01.ipynb" in [*shown.values()][2]
+
+
 def test_a_page_with_code_has_the_program_that_it_continues_from():
     shown = hooks.on_page_markdown("# A\n\n```python\n1\n```\n\n```python\n2\n```\n", page=None)
     assert shown.count(PROGRAM) == shown.count(OF_STATE) == 1
