@@ -59,7 +59,7 @@ SCHEMA := check-jsonschema --builtin-schema vendor
 workflows: $(VENV)/.dev
 	$(BIN)/zizmor --offline --no-progress .github
 	$(BIN)/$(SCHEMA).github-workflows .github/workflows/*.yml
-	$(BIN)/$(SCHEMA).github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/wish.yml
+	$(BIN)/$(SCHEMA).github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	$(BIN)/$(SCHEMA).github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(BIN)/$(SCHEMA).dependabot .github/dependabot.yml
 	$(BIN)/$(SCHEMA).citation-file-format CITATION.cff
