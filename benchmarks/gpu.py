@@ -4,6 +4,9 @@
     python benchmarks/gpu.py --ways --json  # all GPUs, in under 10 minutes: stages, loops, host
                                             # memory, codes, against annotations and the forecast
     python benchmarks/gpu.py --host --json  # one GPU with state in host memory, in under 9
+    python benchmarks/gpu.py --more --json  # one GPU: updates in backward, 13B in 7 bytes a
+                                            # parameter, QLoRA of 8B, replayed steps, in under 10
+    python benchmarks/gpu.py --ways --rehearse  # likewise each: tiny models, on CPUs
 
 `--json` stores the cases in `benchmarks/gpu_<GPUs>.json`, beside those that it has; another name
 may follow. `python benchmarks/render.py` then shows them in docs/measured.md.
@@ -27,14 +30,12 @@ import subprocess
 import sys
 import time
 
+import gpu_programs as programs
 import jax
 import jax.numpy as jnp
 import looped
 import numpy as np
-import optax
 import results
-import rivals
-from flax.training.train_state import TrainState
 from jax.sharding import SingleDeviceSharding
 
 import zerojax
@@ -45,10 +46,13 @@ HERE = pathlib.Path(__file__).parent
 GIB = 2**30
 ROUNDS, STEPS = 8, 3  # STEPS of one program, then of the other, ROUNDS times
 TINY = _presets.Gpt(2, 64, 4, vocab=256, tokens=32)  # runs the cases without a GPU
+TINY_LLAMA = _presets.Llama(2, 64, 4, vocab=256, tokens=32, kv_heads=2, inner=128)
 MODELS = {
     "tiny": (TINY, 2),
     "124m": (_presets.preset("124m"), 32),
     "1.5b": (_presets.preset("1.5b"), 8),
+    "13b": (_presets.preset("13b"), 4),
+    "llama-8b": (_presets.preset("llama-8b"), 4),
 }
 CASES = ("tests", "124m", "1.5b", "search", "largest")
 SECONDS = {"tests": 180, "124m": 90, "1.5b": 110, "search": 90, "largest": 75}  # under 10 minutes
@@ -62,6 +66,10 @@ ON_HOST = {  # the parts of the 1.5B in host memory: `offload=`, `activations=`
 }
 HOST_CASES = ("copies", *ON_HOST)
 SECONDS |= dict.fromkeys(HOST_CASES, 150)  # under 9 minutes
+MORE = ("update in backward", "7 bytes a parameter", "QLoRA", "each step replayed")
+SECONDS |= dict.fromkeys(MORE, 145)  # under 10 minutes
+CODES = zerojax.Precision(param="bfloat16", master="split", moments="int8")
+SEVEN_BYTES = {"precision": CODES}
 WAYS = {  # on all GPUs: options of a state, options of a step, and whether its layers are in a scan
     **{f"stage {stage}": ({"stage": stage}, {}, True) for stage in range(4)},
     "stage 3, a Python loop": ({}, {}, False),
@@ -69,43 +77,6 @@ WAYS = {  # on all GPUs: options of a state, options of a step, and whether its 
     "stage 3, weights travel in int8": ({}, {"precision": zerojax.Precision(gather="int8")}, True),
 }
 SECONDS |= dict.fromkeys(WAYS, 80)  # under 10 minutes
-
-
-# ---- the two programs
-
-
-def make_params(model):
-    """Makes random weights, not zeros: a GPU clocks higher when it multiplies zeros."""
-    shapes, treedef = jax.tree.flatten(model.shapes())
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    leaves = [0.02 * jax.random.normal(k, s.shape) for k, s in zip(keys, shapes, strict=True)]
-    return treedef.unflatten(leaves)
-
-
-def ours(model, offload=None, activations=None):
-    def make_state():
-        return TrainState.create(apply_fn=None, params=make_params(model), tx=optax.adamw(1e-4))
-
-    state = zerojax.shard_train_state(make_state, stage=3, offload=offload)
-    return zerojax.train_step(
-        model.losses(("full",))["full"], schedule=zerojax.Schedule(activations=activations)
-    ), state
-
-
-def by_hand(model):
-    tx, loss_fn = optax.adamw(1e-4), model.losses(("full",))["full"]
-
-    def step(state, batch):
-        params, opt_state = state
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
-
-    def make_state():
-        params = make_params(model)
-        return params, tx.init(params)
-
-    return jax.jit(step, donate_argnums=0), jax.jit(make_state)()
 
 
 # ---- the measurements
@@ -141,7 +112,7 @@ def measure(model, rows, alone=False):
     With `alone`, its state leaves no room for another, so the loop by hand comes afterwards.
     """
     batch = random_batch(model, rows)
-    mine = Running(ours, model, batch)
+    mine = Running(programs.ours, model, batch)
     report = zerojax.audit(mine.step, mine.state, batch)
     flops = zerojax.tools.step_flops(mine.step, mine.state, batch)
     mine.turn()  # compiles
@@ -149,7 +120,7 @@ def measure(model, rows, alone=False):
     if alone:
         take_turns(mine)
         mine.state = None
-    hand = Running(by_hand, model, batch)
+    hand = Running(programs.by_hand, model, batch)
     hand.turn()
     take_turns(*([hand] if alone else [mine, hand]))
     pairs = list(zip(mine.seconds[1:], hand.seconds[1:], strict=True))
@@ -181,18 +152,13 @@ def measure_way(model, rows, of_state, of_step, is_scan):
         model = looped.Looped(**vars(model))
     batch = zerojax.shard_batch(random_batch(model, rows * jax.device_count()))
 
-    def way(model):
-        def make_state():
-            return TrainState.create(apply_fn=None, params=make_params(model), tx=optax.adamw(1e-4))
-
-        step = zerojax.train_step(model.losses(("full",))["full"], **of_step)
-        return step, zerojax.shard_train_state(make_state, **of_state)
-
-    mine = Running(way, model, batch)
+    mine = Running(
+        functools.partial(programs.ours, of_state=of_state, of_step=of_step), model, batch
+    )
     report = zerojax.audit(mine.step, mine.state, batch)
     mine.turn()  # compiles
     peak = stats("peak_bytes_in_use")
-    theirs = Running(annotated, model, batch)
+    theirs = Running(programs.annotated, model, batch)
     theirs.turn()
     take_turns(mine, theirs)
     pairs = list(zip(mine.seconds[1:], theirs.seconds[1:], strict=True))
@@ -209,33 +175,27 @@ def measure_way(model, rows, of_state, of_step, is_scan):
     }
 
 
-def annotated(model):
-    """Returns FSDP by annotations of parameters and activations, with random weights."""
-    step, state = rivals.STEPS["annotations, blocks"](model, zerojax.mesh(data=-1), "full", 1)
-
-    def make_state():
-        return TrainState.create(apply_fn=None, params=make_params(model), tx=state.tx)
-
-    places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    rests = jax.jit(make_state, out_shardings=places)()
-    return (lambda state, batch: step(state, batch)), rests
-
-
-def measure_on_host(model, rows, offload, activations):
-    """Measures a model with a part in host memory against the forecast."""
+def measure_forecast(model, rows, program, plain=None):
+    """Measures a program of ours against its forecast and, where memory has room, a plain one."""
     batch = random_batch(model, rows)
-    mine = Running(functools.partial(ours, offload=offload, activations=activations), model, batch)
+    mine = Running(program, model, batch)
     report = zerojax.audit(mine.step, mine.state, batch)
     mine.turn()  # compiles
-    take_turns(mine)
+    peak = stats("peak_bytes_in_use")
+    others = [Running(plain, model, batch)] if plain else []
+    for other in others:
+        other.turn()
+    take_turns(mine, *others)
     seconds = statistics.median(mine.seconds[1:])
-    return {
+    ratios = [a / b for other in others for a, b in zip(mine.seconds, other.seconds, strict=True)]
+    to_plain = {"to_plain": round(statistics.median(ratios[1:]), 4)} if plain else {}
+    return to_plain | {
         "params": model.n_params,
         "rows": rows,
         "step_ms": round(1e3 * seconds, 2),
         "modelled_ms": round(1e3 * report.step_seconds, 2) if report.step_seconds else None,
         "tokens_per_s": round(rows * model.tokens / seconds),
-        "peak_gib": round(stats("peak_bytes_in_use") / GIB, 3),
+        "peak_gib": round(peak / GIB, 3),
         "forecast_peak_gib": round(report.memory.peak / GIB, 3),
         "host_gib": round((report.memory.on_host + report.memory.host_kept) / GIB, 3),
     }
@@ -272,7 +232,13 @@ def take_turns(*programs):
             program.turn()
 
 
+def on_gpus():
+    return jax.default_backend() == "gpu"
+
+
 def with_layers(layers):
+    if not on_gpus():
+        return dataclasses.replace(TINY, layers=layers)
     return _presets.Gpt(layers, 4096, 32)  # 0.2e9 parameters a layer
 
 
@@ -287,19 +253,19 @@ def forecast_peak(layers):
 def trains(layers):
     try:
         model = with_layers(layers)
-        Running(ours, model, random_batch(model, 1)).turn()
+        Running(programs.ours, model, random_batch(model, 1)).turn()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return False
     finally:
         gc.collect()
-    return True
+    return on_gpus() or layers < 6  # a rehearsal runs out of memory too
 
 
 def search():
     """Finds how many layers of 4096 train, starting from the forecast's answer."""
-    small, limit = forecast_peak(4), stats("bytes_limit")
+    small, limit = forecast_peak(4), stats("bytes_limit") or forecast_peak(5)
     each = (forecast_peak(8) - small) / 4
     layers = expected = 4 + int((limit - small) / each)
     if trains(layers):
@@ -317,12 +283,12 @@ def tests():
     if importlib.util.find_spec("pytest") is None:
         return {"skipped": "pytest is not installed"}
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/test_gpu.py"]
-    env = {**os.environ, "ZEROJAX_TEST_PLATFORM": "cuda"}
+    env = {"ZEROJAX_TEST_PLATFORM": os.environ.get("JAX_PLATFORMS") or "cuda"}
     # It ends before this process is killed: left behind, it would keep the GPU's memory.
     limit = SECONDS["tests"] - 10
     done = subprocess.run(
         command,
-        env=env,
+        env=os.environ | env,
         cwd=HERE.parent,
         capture_output=True,
         text=True,
@@ -335,12 +301,17 @@ def tests():
 # ---- all cases
 
 
-def run_case(name, layers=0):
+def run_case(name, layers, env):
     """Returns the figures of a case from a process of its own, or its error."""
     command = [sys.executable, __file__, "--case", name, "--layers", str(layers)]
-    limit = SECONDS[name]
+    limit = SECONDS[name] * (4 if env else 1)  # machines that rehearse do other things besides
+    env = os.environ | env
+    # 13B need more than the three quarters that JAX takes.
+    env |= {"XLA_CLIENT_MEM_FRACTION": "0.92"} if name in MORE else {}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=limit, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"failed": f"took longer than {limit} s"}
     lines = done.stdout.strip().splitlines()
@@ -356,16 +327,44 @@ def case(name, layers):
     if name == "search":
         return search()
     if name == "copies":
-        return copies(GIB if jax.default_backend() == "gpu" else 2**20)
+        return copies(GIB if on_gpus() else 2**20)
     if name in ON_HOST:
-        model = MODELS["1.5b" if jax.default_backend() == "gpu" else "tiny"]
-        return measure_on_host(*model, *ON_HOST[name])
+        offload, activations = ON_HOST[name]
+        return measure_forecast(*sized("1.5b"), ours({"offload": offload}, activations=activations))
+    if name in MORE:
+        return more(name)
     if name in WAYS:
-        model = MODELS["124m" if jax.default_backend() == "gpu" else "tiny"]
-        return measure_way(model[0], 8 if model[0] is not TINY else 1, *WAYS[name])
+        model = sized("124m")[0]
+        return measure_way(model, 8 if model is not TINY else 1, *WAYS[name])
     if name == "largest":
         return measure(with_layers(layers) if layers else TINY, 1, alone=True)
-    return measure(*MODELS[name])
+    return measure(*sized(name))
+
+
+def ours(of_state, **schedule):
+    of_step = {"schedule": zerojax.Schedule(**schedule)}
+    return functools.partial(programs.ours, of_state=of_state, of_step=of_step)
+
+
+def more(name):
+    """Returns the figures of a case of `MORE`."""
+    match MORE.index(name):
+        case 0:
+            in_backward = ours({}, update="backward")
+            return measure_forecast(*sized("1.5b"), in_backward, programs.ours)
+        case 1:
+            return measure_forecast(*sized("13b"), ours(SEVEN_BYTES, update="backward"))
+        case 2:
+            return measure_forecast(*sized("llama-8b"), programs.qlora)
+        case _:
+            return measure_forecast(*sized("124m"), programs.replayed, programs.ours)
+
+
+def sized(name):
+    """Returns a model and its rows; without a GPU, a tiny one."""
+    if on_gpus():
+        return MODELS[name]
+    return MODELS["tiny"] if name != "llama-8b" else (TINY_LLAMA, 2)
 
 
 def gpus_here():
@@ -374,6 +373,12 @@ def gpus_here():
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
     platform, *found = done.stdout.strip().split("|")
     return found if platform in ("gpu", "cuda") else None
+
+
+def rehearsal(count):
+    """Returns what stands for GPUs here, and the environment of its cases."""
+    flag = f"--xla_force_host_platform_device_count={count}"
+    return (str(count), "CPU"), {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flag}
 
 
 def driver():
@@ -387,18 +392,24 @@ def main():
     parser.add_argument("--json", type=results.file, nargs="?", const=HERE / NAMED_BY_GPUS)
     parser.add_argument(
         "--case",
-        choices=(*CASES, *HOST_CASES, *WAYS, "tiny"),
+        choices=(*CASES, *HOST_CASES, *MORE, *WAYS),
         help="only this case, in this process",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--host", action="store_true", help="one GPU with state in host memory")
+    which.add_argument("--more", action="store_true", help="one GPU, and more ways to use it")
     which.add_argument("--ways", action="store_true", help="all GPUs, in each way")
+    parser.add_argument("--rehearse", action="store_true", help="tiny models on emulated CPUs")
     parser.add_argument("--layers", type=int, default=0, help="of the largest (0: a tiny one)")
     args = parser.parse_args()
     if args.case:
         print(json.dumps(case(args.case, args.layers)))
         return
-    found = gpus_here()
+    found, env = gpus_here(), {}
+    if args.rehearse:
+        found, env = rehearsal(2 if args.ways else 1)
+        if args.json and args.json.name == NAMED_BY_GPUS:
+            parser.error("--rehearse measures nothing to keep: name another file")
     if found is None:
         print("No GPU here, so nothing to measure. With one: pip install '.[gpu]', and again.")
         return
@@ -418,16 +429,22 @@ def main():
     if args.json and args.json.exists():
         record["cases"] = json.loads(args.json.read_text())["cases"]
     print(f"{record['device']}, driver {record['driver']}, JAX {record['jax']}")
-    for name in HOST_CASES if args.host else WAYS if args.ways else CASES:
+    names = HOST_CASES if args.host else WAYS if args.ways else MORE if args.more else CASES
+    for name in names:
         layers = record["cases"].get("search", {}).get("layers", 0)
         if name == "largest" and not layers:
             continue  # the search says why
-        record["cases"][name] = run_case(name, layers)
+        record["cases"][name] = run_case(name, layers, env)
         print(f"\n{name} (at {time.perf_counter() - started:.0f} s)")
         for what, value in record["cases"][name].items():
             print(f"  {what:20}{value}", flush=True)
         if args.json:
             args.json.write_text(json.dumps(record, indent=1) + "\n")
+    if args.json and not args.rehearse:
+        print(f"\nPlease send {args.json} with the issue form 'A measurement'")
+    failed = [name for name in names if "failed" in record["cases"].get(name, {})]
+    if failed and args.rehearse:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pathlib
 import re
 import sys
 
+import render_gpu
 import render_paper
 import render_state
 
@@ -334,16 +335,16 @@ def paper(name: str) -> str:
 
 def gpu() -> str:
     """Renders measurements on real GPUs, one line per model, with empty cells if there are none."""
-    header = ["bf16", "of plain `jax.jit`", "tokens/s", "MFU", "peak", "forecast"]
-    cases = {"124m": "GPT, 124M", "1.5b": "GPT, 1.5B", "largest": "the largest that trains"}
     tables = []
-    for path in sorted(HERE.glob("gpu_*.json")):
-        stored = json.loads(path.read_text())
-        found = {name: stored["cases"].get(case, {}) for case, name in cases.items()}
-        tables.append(_table(header, [_on_gpu(*item) for item in found.items()], stored))
-        tables += _with_host(stored["cases"])
-    empty = [_on_gpu(name, {}) for name in cases.values()]
-    return "\n\n".join(tables) or _rows(header, empty)
+    for stored in _on_gpus():
+        cases = stored["cases"]
+        tables.append(_table(*render_gpu.beside_optax(cases), stored))
+        if "to_device" in cases.get("copies", {}):
+            told, *with_host = render_gpu.with_host(cases)
+            tables += [told, _rows(*with_host)]
+        header, rows = render_gpu.more(cases)
+        tables += [_rows(header, rows)] * bool(rows)
+    return "\n\n".join(tables) or _rows(*render_gpu.beside_optax({}))
 
 
 WANTED = ("2 x Tesla T4", "NVIDIA H200", "8 x NVIDIA H100 80GB HBM3")
@@ -351,55 +352,16 @@ WANTED = ("2 x Tesla T4", "NVIDIA H200", "8 x NVIDIA H100 80GB HBM3")
 
 def ways() -> str:
     """Renders steps on all GPUs of a machine beside annotations, and names machines without."""
-    stored = [json.loads(path.read_text()) for path in sorted(HERE.glob("gpu_*.json"))]
-    header = ["way", "step", "of annotations", "tokens/s", "forecast", "peak", "forecast"]
-    tables, measured = [], set()
-    for one in stored:
-        cases = {name: case for name, case in one["cases"].items() if "to_annotations" in case}
-        if cases:
-            measured.add(one["device"])
-            tables.append(_table(header, [_of_way(*item) for item in cases.items()], one))
-    missing = [name for name in WANTED if name not in measured]
+    found = {stored["device"]: (*render_gpu.ways(stored["cases"]), stored) for stored in _on_gpus()}
+    tables = [_table(header, rows, stored) for header, rows, stored in found.values() if rows]
+    missing = [name for name in WANTED if name not in found or not found[name][1]]
     if missing:
         tables.append(_rows(["GPUs", "measured"], [[name, "not yet"] for name in missing]))
     return "\n\n".join(tables)
 
 
-def _of_way(name, case) -> list[str]:
-    forecast = f"{case['modelled_ms']:.0f} ms" if case["modelled_ms"] else "—"
-    gib = [f"{case[what]:.2f} GiB" for what in ("peak_gib", "forecast_peak_gib")]
-    step, ratio = f"{case['step_ms']:.0f} ms", f"{case['to_annotations']:.2f}"
-    return [name, step, ratio, f"{case['tokens_per_s']:,}", forecast, *gib]
-
-
-def _with_host(cases) -> list[str]:
-    """Renders measurements on a GPU with a part of the model in host memory."""
-    rates = cases.get("copies", {})
-    if "to_device" not in rates:
-        return []
-    found = [(name, case) for name, case in cases.items() if "host_gib" in case]
-    rows = [
-        [name.removeprefix("host: ")]
-        + [f"{ms:.0f} ms" if (ms := case[what]) else "—" for what in ("step_ms", "modelled_ms")]
-        + [f"{case['tokens_per_s']:,}"]
-        + [f"{case[what]:.2f} GiB" for what in ("peak_gib", "forecast_peak_gib", "host_gib")]
-        for name, case in found
-    ]
-    header = ["GPT, 1.5B; on the host", "step", "modelled", "tokens/s", "peak", "forecast", "host"]
-    told = (
-        f"Copies to the device reach {rates['to_device']} GB/s, to the host {rates['to_host']}, "
-        f"each of both at once {rates['both_at_once']}; modelled with {rates['modelled']}."
-    )
-    return [told, _rows(header, rows)]
-
-
-def _on_gpu(name, case) -> list[str]:
-    if "step_ms" not in case:
-        return [name, *case.get("failed", "").splitlines()[-1:], *[""] * 5][:6]
-    mfu = f"{case['mfu']:.1%}" if case["mfu"] else "—"
-    gib = [f"{case[what]:.2f} GiB" for what in ("peak_gib", "forecast_peak_gib")]
-    size = f"{name} ({case['params'] / 1e9:.2f}e9 parameters)"
-    return [size, f"{case['to_by_hand']:.3f}", f"{case['tokens_per_s']:,}", mfu, *gib]
+def _on_gpus():
+    return [json.loads(path.read_text()) for path in sorted(HERE.glob("gpu_*.json"))]
 
 
 KINDS = {

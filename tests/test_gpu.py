@@ -1,6 +1,7 @@
 """On a real GPU: `ZEROJAX_TEST_PLATFORM=cuda make test ARGS='-m gpu'`. Skipped without one."""
 
 import functools
+import importlib
 import json
 
 import jax
@@ -96,14 +97,32 @@ def test_the_benchmark_says_that_there_is_no_gpu(tmp_path):
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("case", "compared"),
+    ("options", "count", "shown"),
     [
-        ("tiny", "to_by_hand"),
-        ("host: all three", "host_gib"),
-        ("stage 3, a Python loop", "to_annotations"),
+        ((), 5, "the largest that trains (0.00e9 parameters)"),
+        (("--host",), 5, "| opt_state, params | "),
+        (("--more",), 4, "| 7 bytes a parameter, 0.00e9 parameters | "),
+        (("--ways",), 7, "| stage 3, weights travel in int8 | "),
     ],
 )
-def test_the_benchmarks_cases_run(case, compared):
-    figures = json.loads(benchmark("--case", case))
-    assert figures["params"] == 117056 and figures["step_ms"] > 0
-    assert 0 <= figures[compared] < 5
+def test_the_benchmark_is_rehearsed_to_its_rows(options, count, shown, tmp_path, monkeypatch):
+    """All that a lent GPU will do, by tiny models on CPUs, up to the tables."""
+    benchmark("--rehearse", *options, "--json", tmp_path / "gpu_rehearsed.json")
+    record = json.loads((tmp_path / "gpu_rehearsed.json").read_text())
+    cases = record["cases"]
+    assert len(cases) == count and record["device"] == ("2 x CPU" if "--ways" in options else "CPU")
+    for case in cases.values():
+        assert "step_ms" not in case or (case["step_ms"] > 0 and case["params"] > 1e5)
+    if not options:
+        assert cases["search"]["layers"] == 5 and 3 <= cases["search"]["expected_layers"] <= 7
+        assert cases["tests"]["passed"]
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    render = importlib.import_module("render")
+    monkeypatch.setattr(render, "HERE", tmp_path)
+    assert shown in (render.ways if "--ways" in options else render.gpu)()
+
+
+@pytest.mark.ci
+def test_a_rehearsal_is_not_kept_among_measurements():
+    with pytest.raises(AssertionError, match="name another file"):
+        benchmark("--rehearse", "--json")
