@@ -74,6 +74,9 @@ NOT_LINEAR = r"not linear.*outside of the loss, or use accumulate=1"
         (lambda p, b: 1 / masked(p, b), NOT_LINEAR),
         (lambda p, b: jax.jit(jnp.sin)(masked(p, b)), NOT_LINEAR),
         (lambda p, b: zerojax.mean(b["x"] - masked(p, b)), NOT_LINEAR),
+        (lambda p, b: jnp.mean((b["x"] - masked(p, b)) * b["x"]), NOT_LINEAR),  # a baseline
+        (lambda p, b: masked(p, b) / b["mask"].sum(), NOT_LINEAR),
+        (lambda p, b: jnp.where(b["mask"], masked(p, b), 0).mean(), NOT_LINEAR),
         (lambda p, b: jnp.where(masked(p, b) > 0, masked(p, b), 0), NOT_LINEAR),
         (lambda p, b: (masked(p, b), {"perplexity": jnp.exp(masked(p, b))}), NOT_LINEAR),
     ],
@@ -91,6 +94,7 @@ def test_linear_uses_pass_through_accumulation():
         part = masked(params, batch, mean)
         vmapped = jax.vmap(lambda s: mean(s * batch["x"], where=batch["mask"][:, None]))
         terms = jnp.stack([part, -2 * part / 3]).sum() + vmapped(jnp.arange(3.0)).sum()
+        terms += jnp.mean(batch["x"] ** 2 - params["w"][0, 0] * part)
         return jnp.where(batch["x"].shape[0] > 0, terms, 0.0), {"again": part.reshape(1)[0]}
 
     plain = jax.value_and_grad(lambda p: loss(p, BATCH, jnp.mean), has_aux=True)

@@ -128,9 +128,10 @@ def has_counts(loss: Loss) -> bool:
     return _has_counts(loss.jaxpr)
 
 
-def with_counts_first(loss: Loss) -> Loss:
+def with_counts_first(loss: Loss, differ: Sequence[bool]) -> Loss:
     """Takes the calls that count over the devices out of a loss, which then divides by counts that
-    it is given. Its `counter` returns those of one microbatch on one device."""
+    it is given. Its `counter` returns those of one microbatch on one device. Of the arguments, some
+    `differ` between microbatches."""
     jaxpr, inliner, means = loss.jaxpr, Inliner(), set[Var]()
 
     def expands(eqn: JaxprEqn) -> bool:
@@ -155,13 +156,16 @@ def with_counts_first(loss: Loss) -> Loss:
     invars = [*params, *others, *(eqn.outvars[0] for eqn in counts), *constants]
     outvars = [inliner.named(v) for v in jaxpr.outvars]
     new = _compat.make_jaxpr(kept, invars, outvars)
-    degrees = inferred(new, [0] * len(invars), 0, functools.partial(_degrees, means))
-    if max(degrees, default=0) > 1:
+    varying = {v for v, differs in zip(others, differ, strict=False) if differs}
+    inputs = [DIFFERS if v in varying else SHARED for v in invars]
+    degrees = inferred(new, inputs, SHARED, functools.partial(_degrees, means))
+    if NOT_LINEAR in degrees:
         raise ValueError(
             "zerojax.mean enters the loss or the aux in a way that is not linear (exp, a square, a "
-            "quotient of two means, a mean of a mean, ...), so microbatches cannot be averaged "
-            "exactly. Apply it to the metrics outside of the loss, or use accumulate=1. A loss "
-            "that balances experts may leave zerojax.mean out: each microbatch balances its own."
+            "quotient of two means, a mean of a mean, ...), or is multiplied by what differs "
+            "between microbatches, so they cannot be averaged exactly. Apply it to the metrics "
+            "outside of the loss, or use accumulate=1. A loss that balances experts may leave "
+            "zerojax.mean out: each microbatch balances its own."
         )
     needed = alive(kept, wanted, reads)
     if not {v for eqn in needed for v in reads(eqn)}.isdisjoint(params):
@@ -179,27 +183,27 @@ def _has_counts(jaxpr: Jaxpr) -> bool:
     return any(_calls(eqn, COUNT) for eqn in _compat.every_eqn(jaxpr))
 
 
-NOT_LINEAR = 2  # a degree: 0 does not depend on a mean, 1 depends linearly
+# A degree: of what microbatches share, what differs between them, and what a mean enters.
+SHARED, DIFFERS, IS_LINEAR, NOT_LINEAR = range(4)
 
 
 def _degrees(means: Collection[Var], eqn: JaxprEqn, inputs: list[int]) -> list[int]:
     """Returns the degree of each output in the `means`, from those of the inputs."""
-    if not any(inputs):  # it depends on no mean, or is the last of a mean's own
-        return [int(v in means) for v in eqn.outvars]
-    name, degree = eqn.primitive.name, NOT_LINEAR
-    if name in LINEAR or (name == "select_n" and not inputs[0]):
-        degree = max(inputs)
+    name, degree, most = eqn.primitive.name, NOT_LINEAR, max(inputs, default=SHARED)
+    if most <= DIFFERS or name in LINEAR or (name == "select_n" and inputs[0] == SHARED):
+        degree = most
     elif name in ("dynamic_slice", "gather", "div") and not any(inputs[1:]):
         degree = inputs[0]
-    elif name in ("mul", "dot_general"):  # degrees add up, as in a product of polynomials
-        degree = min(sum(inputs), NOT_LINEAR)
+    elif name in ("mul", "dot_general") and SHARED in inputs:
+        degree = most
     outputs = [degree] * len(eqn.outvars)
     if is_call(eqn):
         inner, _ = _compat.inner_jaxpr(eqn)
-        outputs = inferred(inner, inputs, 0, functools.partial(_degrees, means))
+        outputs = inferred(inner, inputs, SHARED, functools.partial(_degrees, means))
     # A mean of what depends on a mean is one of two numbers that differ by microbatch.
-    pairs = zip(eqn.outvars, outputs, strict=True)
-    return [NOT_LINEAR if v in means else degree for v, degree in pairs]
+    of_mean = [IS_LINEAR if degree <= DIFFERS else NOT_LINEAR for degree in outputs]
+    pairs = zip(eqn.outvars, outputs, of_mean, strict=True)
+    return [mean if v in means else degree for v, degree, mean in pairs]
 
 
 # -- gradients of a mean that a loss takes itself

@@ -31,6 +31,7 @@ def rewritten(
     have rows."""
     passes: list[Pass] = []
     schedule, is_sharded = options.schedule, axes_size(plan.mesh, plan.groups.params) > 1
+    is_split = [role.kind != REPLICATED for role in microbatches.roles]
     # First, because it reads the loss as a user writes it.
     if (how := plan.sequence) and (blocks := plan._splits.blocks) > 1:
         dims = [role.tokens for role in microbatches.roles]
@@ -38,7 +39,7 @@ def rewritten(
         passes.append(lambda loss: split_sequences(loss, *split))
     # Before layers are rolled up: that leaves no call of a mean, and puts some into loops.
     if options.accumulate > 1 and has_counts(loss):
-        passes.append(with_counts_first)
+        passes.append(lambda loss: with_counts_first(loss, is_split))
     if (who := plan.experts) and (size := plan.mesh.shape[who.axis]) > 1:
         apart = [leaf.experts for leaf in plan.params]
         kept = who.axis, size, apart, who.room, plan.batch_axes
@@ -46,7 +47,6 @@ def rewritten(
     if may_roll(loss, schedule.roll, is_sharded):
         passes.append(lambda loss: roll(loss, codecs, schedule.roll, is_sharded))
     if options.is_layered:
-        is_split = [role.kind != REPLICATED for role in microbatches.roles]
         must = schedule.update == "backward"
         passes.append(lambda loss: layered(loss, microbatches.count, is_split, must))
 
