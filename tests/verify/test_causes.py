@@ -84,6 +84,25 @@ def summed(params, x):
     return squares(params, x).sum()
 
 
+def equation(params, batch):
+    """Of a physics-informed network: slopes at some points, and values at others."""
+    slopes = jax.grad(lambda x: jnp.tanh(x @ params["w"]).mean())(batch["x"])
+    return jnp.mean((99 * slopes) ** 2) + squares(params, batch["y"]).mean()
+
+
+@jax.custom_vjp
+def clipped(params, x):
+    return squares(params, x).mean()
+
+
+def clipped_forward(params, x):
+    loss, grads = jax.value_and_grad(lambda params: squares(params, x).mean())(params)
+    return loss, jax.tree.map(lambda g: g / jnp.linalg.norm(g), grads)
+
+
+clipped.defvjp(clipped_forward, lambda grads, by: (jax.tree.map(lambda g: by * g, grads), None))
+
+
 def policy(params, batch, mean=jnp.mean, unbiased=False):
     """PPO's loss, of an advantage that is normalised here, and of values."""
     ratio, gain = jnp.exp((batch["x"] @ params["w"]).mean(-1)), batch["gain"] - mean(batch["gain"])
@@ -116,6 +135,7 @@ NONE_LATER = {"x": X, "mask": np.arange(ROWS) < 13}
         (summed, X, r"sum over the batch: .* is 2 times its.*Use a mean"),
         (contrastive, PAIRS, r"compares the examples.*all_gather\(x, 'data', tiled=True\)"),
         (adapted, X, r"takes a gradient itself.*jax.lax.pmean\(jax.grad\(...\)\(...\), 'data'\)"),
+        (equation, PAIRS, r"takes a gradient itself.*to examples, take that of a sum.* leaf x"),
         (policy, GAINS, r"normalises batch leaf gain by its mean and deviation.* before the step"),
         (
             functools.partial(policy, unbiased=True),
@@ -162,6 +182,17 @@ def test_their_remedies_pass(loss, batch, remedy):
     report = verified(functools.partial(loss, **remedy), batch)
     assert report.ok, str(report)
     assert report.losses["the step"] == pytest.approx(float(jax.jit(loss)(W, batch)), rel=1e-5)
+
+
+@pytest.mark.parametrize("key", [(), (jax.random.key(0),)], ids=["", "key"])
+def test_a_rule_that_clips_the_gradient_of_a_part_is_named(key):
+    """Its loss is right on all parts."""
+    loss = lambda params, x, *key: clipped(params, x)
+    report = verified(loss, X, *key)
+    assert [c.path for c in report.wrong] == ["grads on the whole batch/w"], str(report)
+    assert "jax.custom_vjp" in report.causes[0] and "jax.vmap" in report.causes[0]
+    rows = lambda params, x, *key: jax.vmap(clipped, (None, 0))(params, x[:, None]).mean()
+    assert verified(rows, X, *key).ok and verified(loss, X, *key, whole_batch=False).ok
 
 
 STATS = {"batch_stats": {"mean": np.zeros(16, np.float32)}}

@@ -156,7 +156,8 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             # written for: it and its libraries (Flax, for one) raise errors of their own.
             continue
         if close(loss, whole):
-            return f"{what} Say so, batch_specs={_specs_text(reference, roles)}, {accept}."
+            what = f"{what} Say so, batch_specs={_specs_text(reference, roles)}, {accept}."
+            return _of_gradients(reference, parts) + what
     has_statistics = _has_statistics(reference, parts)  # of a BatchNorm, whose remedy is another
     normalised = None if has_statistics else _normalised(reference, whole, tolerance)
     likely = normalised or _weighed(reference, parts, has_statistics)
@@ -179,6 +180,16 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             f"{axis}, tiled=True), {accept}."
         )
     return likely
+
+
+def of_the_rule(reference: Reference) -> str:
+    """Returns the cause of gradients that differ although the loss does not."""
+    return (
+        "The loss of the whole batch is the mean over its parts, and its gradient is not: a rule "
+        "of the loss (jax.custom_vjp) does with a part what it should do with each example, such "
+        "as clip its gradient, jax.vmap, or with the whole batch, jax.lax.pmean(x, "
+        f"{reference.axis_name}). Or accept it with whole_batch=False."
+    )
 
 
 def _specs_text(reference: Reference, roles: Sequence[_batch.Role]) -> str:
@@ -223,19 +234,26 @@ def _has_statistics(reference: Reference, parts: Replayed) -> bool:
     return any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in fields)
 
 
+def _of_gradients(reference: Reference, parts: Replayed) -> str:
+    """Says how to take a gradient in a loss that takes one."""
+    if not _means.takes_gradients(parts.jaxpr):
+        return ""
+    return (
+        "The loss takes a gradient itself (jax.grad), on each device that of its own part of "
+        "the batch. With respect to parameters, average it before you use it: "
+        f"jax.lax.pmean(jax.grad(...)(...), {reference.axis_name}). With respect to examples, "
+        "take that of a sum, jnp.sum. Else "
+    )
+
+
 def _weighed(reference: Reference, parts: Replayed, has_statistics: bool) -> str:
     once = ", with accumulate=1" if reference.microbatches > 1 else ""
     in_vmap = f"{('batch', *reference.plan._splits.rows)} in a jax.vmap whose axis is 'batch'"
     norm = f"BatchNorm: give it axis_name={reference.axis_name}, or {in_vmap}{once}"
     mask = "a masked mean: use zerojax.mean(values, where=mask)"
     likely, other = (norm, mask) if has_statistics else (mask, norm)
-    if _means.takes_gradients(parts.jaxpr):
-        return (
-            "The loss takes a gradient itself (jax.grad), on each device that of its own part of "
-            "the batch. With respect to parameters, average it before you use it: "
-            f"jax.lax.pmean(jax.grad(...)(...), {reference.axis_name}). With respect to examples, "
-            f"take that of a sum, jnp.sum. Else {likely}. Or {other}"
-        )
+    if of_gradients := _of_gradients(reference, parts):
+        return f"{of_gradients}{likely}. Or {other}"
     return (
         "Examples weigh or are normalised differently in a part than in the whole batch. Most "
         f"likely {likely}. Else {other}. Or a deviation: take it with zerojax.mean"

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from zerojax import _compat
 from zerojax._declared import checked
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan
@@ -230,8 +231,11 @@ def _takes_the_whole_batch(comparison: Comparison) -> bool:
 def _compare_meaning(
     report: Verification, reference: Reference, parts: Replayed, tolerance: float | None
 ) -> None:
-    """Compares loss and updated fields on the whole batch with those on its parts."""
-    comparable = _comparable(reference, parts)
+    """Compares loss and updated fields on the whole batch with those on its parts; gradients too,
+    where a rule of the loss makes them, of which the loss does not tell."""
+    names = {eqn.primitive.name for eqn in _compat.every_eqn(parts.jaxpr)}
+    has_rule = "custom_vjp_call" in names and not reference.computes_narrow
+    comparable = _comparable(reference, parts, has_rule)
     if comparable is None:
         report.notes.append(DRAWS_DIFFER)
         return
@@ -240,7 +244,7 @@ def _compare_meaning(
     where += ", all random numbers alike" if reference.has_keys else ""
     if compared is not parts:
         report.losses[f"mean over the parts{where}"] = compared.loss
-    whole = reference.replay(reference.in_one, differentiate=False)
+    whole = reference.replay(reference.in_one, differentiate=has_rule)
     report.losses[f"the whole batch at once{where}"] = whole.loss
     if tolerance is None:
         tolerance = min(reference.tolerance(whole) / 2, MEANING_TOLERANCE)
@@ -249,10 +253,18 @@ def _compare_meaning(
     report.checks.append(check)
     if check.is_wrong:
         report.causes.append(_causes.of_the_loss(reference, compared, whole.loss, tolerance))
+    elif has_rule:
+        limits = _compare.gradient_limits(whole.grads, report.tolerance)
+        trees = compared.grads, whole.grads, limits
+        checks = [*_compare.compare_trees("grads on the whole batch", "gradient", *trees)]
+        report.checks += checks
+        report.causes += [_causes.of_the_rule(reference)] * any(check.is_wrong for check in checks)
     _causes.check_fields_of_whole(report, reference, compared, whole, tolerance)
 
 
-def _comparable(reference: Reference, parts: Replayed) -> tuple[Reference, Replayed] | None:
+def _comparable(
+    reference: Reference, parts: Replayed, differentiate: bool
+) -> tuple[Reference, Replayed] | None:
     """Returns a reference whose parts compare with the whole batch, and these parts; or None.
 
     A wide dtype, and one random number for all: else dropout of the whole batch is another sample.
@@ -263,7 +275,7 @@ def _comparable(reference: Reference, parts: Replayed) -> tuple[Reference, Repla
         return reference, parts
     other = reference.with_draws_alike() if reference.has_keys else reference
     try:
-        return other, other.replay(differentiate=False)
+        return other, other.replay(differentiate=differentiate)
     except Exception:
         # Broad, because the user's loss runs on keys of a kind that it has never seen: it may look
         # into them and raise whatever it likes, as does JAX where it cannot draw from them.
