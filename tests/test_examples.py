@@ -21,6 +21,7 @@ from tests.support.reference import assert_close
 
 OF_MESHES = ("tensor_parallel", "mixture_of_experts", "context_parallel", "pipeline")
 LOSS = r"validation loss (\d+\.\d+)"
+PERCENT = r"accuracy (\d+\.\d+)%"
 ACCURACY = r"validation accuracy (\d+\.\d+)"
 BAR = r"loss=(\d\.\d+)"
 SMALL = "--layers 2 --dim 64 --tokens 64"
@@ -305,6 +306,20 @@ def tiny(example):
 
 
 @pytest.mark.ci
+def test_numpyro_trains_by_rows_of_a_plate(said, monkeypatch):
+    """Its first step is that of one device, unless the plate has only the rows that it sees."""
+    numpyro = pytest.importorskip("numpyro")
+    printed = said("numpyro_svi --steps 300 --hidden 64").out
+    assert figures(PERCENT, printed)[-1] > 80 and "(8, 64) on each device" in printed
+    plate = numpyro.plate
+    monkeypatch.setattr(
+        numpyro, "plate", lambda name, _, subsample_size: plate(name, subsample_size)
+    )
+    with pytest.raises(AssertionError, match="loss on the whole batch"):
+        said("numpyro_svi --steps 1")
+
+
+@pytest.mark.ci
 def test_zo2_has_mezo_s_losses_with_its_parameters_in_host_memory(example, tiny):
     """The last update waits for the next step, or for `settle`."""
     (model, loss_fn, make_state), mezo, zo2 = tiny, example("mezo"), example("zo2")
@@ -393,7 +408,6 @@ def test_muon_by_layer_is_optax_s_for_the_flops_of_a_share(example):
 
 # -- in full, as their docstrings state
 
-PERCENT = r"accuracy (\d+\.\d+)%"
 FULL = {  # figures, the last of its kind each, and between what they are
     "train_gpt": {LOSS: (0, 1.5)},
     "train_convnet": {ACCURACY: (0.98, 1)},
@@ -421,6 +435,7 @@ FULL = {  # figures, the last of its kind each, and between what they are
         r"Muon by layer, stage 3 +(\d\.\d+) ": (1.04, 1.14),
         r"Muon by layer, stage 3 .* (\d+\.\d+) \(": (17.9, 19.7),
     },
+    "numpyro_svi": {PERCENT: (95, 100)},
     "nnx_loop": {LOSS: (0, 2.4)},
     "nnx_vit": {PERCENT: (95, 100)},
     "equinox_loop": {LOSS: (0, 2.3)},
