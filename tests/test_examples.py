@@ -306,6 +306,29 @@ def tiny(example):
 
 
 @pytest.mark.ci
+def test_the_estimator_of_a_quantum_state_is_the_gradient_of_its_energy(said, example):
+    """Summed over all configurations; with samples, it finds the lowest energy."""
+    ising = example("ising")
+    matrix, spins = ising.hamiltonian(6, 1.0), ising.configurations(6)
+
+    def energy(params):
+        psi = jnp.exp(ising.log_psi(params, spins))
+        return psi @ matrix @ psi / (psi @ psi)
+
+    params = {"w": jax.random.normal(jax.random.key(0), (6, 16)) / 4, "b": jnp.ones(16) / 4}
+    plan = zerojax.plan({"params": params}, stage=3, min_shard_size=0)
+    placed = plan.place({"params": params})["params"]
+    grads = zerojax.value_and_grad(ising.exact_loss(1.0), plan, has_aux=True)
+    (_, aux), grads = jax.jit(grads)(placed, spins)
+    value, wanted = jax.value_and_grad(energy)(params)
+    assert float(aux["energy"]) == pytest.approx(float(value), rel=1e-5)
+    assert_same(grads, wanted)
+    printed = said("ising --steps 100 --sites 6 --walkers 512").out
+    lowest, exact = figures(r"(?:step 100: energy|exactly) (-\d+\.\d+)", printed)
+    assert lowest == pytest.approx(exact, rel=0.01)
+
+
+@pytest.mark.ci
 def test_numpyro_trains_by_rows_of_a_plate(said, monkeypatch):
     """Its first step is that of one device, unless the plate has only the rows that it sees."""
     numpyro = pytest.importorskip("numpyro")
@@ -434,6 +457,10 @@ FULL = {  # figures, the last of its kind each, and between what they are
         r"Muon, stage 3 .* (\d+\.\d+) \(": (59.0, 65.2),
         r"Muon by layer, stage 3 +(\d\.\d+) ": (1.04, 1.14),
         r"Muon by layer, stage 3 .* (\d+\.\d+) \(": (17.9, 19.7),
+    },
+    "ising": {
+        r"step 300: energy (-\d+\.\d+)": (-12.82, -12.75),
+        r"exactly (-.*)": (-12.79, -12.78),
     },
     "numpyro_svi": {PERCENT: (95, 100)},
     "nnx_loop": {LOSS: (0, 2.4)},
