@@ -57,6 +57,10 @@ def precision(**chosen):
         ),
         (on_levels(P("host", "gpu")), r"w on P\(.*axes \('gpu', 'host'\).*PartitionSpec\(None\)"),
         (on_levels(P(("gpu", "tensor"))), r"w on P\(.*axes \('gpu', 'host'\).*PartitionSpec\(Non"),
+        (
+            lambda: params_plan({"params": W, "_overwrite_with_gradient": {"dense": W}}),
+            r"_overwrite_with_gradient/dense/w .*sum them over the devices. Take their maximum",
+        ),
         (options(overrides=[("w", P())]), r"must map path patterns to specs, got \[.*Pass a dict"),
         (options(overrides={"*w": P()}), r"overrides=.*not a regular expression.*Escape"),
         (options(overrides={"v": P()}), r"'v', which matches no parameter. Paths .* (params/)?w\."),

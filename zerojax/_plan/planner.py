@@ -83,6 +83,7 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
     tx = _state.get_tx(state) if options.tx is None else options.tx
     names = {leaf.path[1:]: leaf.name for leaf in leaves if leaf.kind == PARAMS}
     params = [*names.values()]
+    _refusals.check_gradients_sum(params)
     apart = _state.matching(experts.pattern, names, "experts=") if experts else set[tuple]()
     stacks = layer_dims(_state.get_params(state), options.stacked, apart)
     _state.check_patterns(rule.overrides, params, "overrides=")

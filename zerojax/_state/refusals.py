@@ -213,6 +213,17 @@ def check_tx(tx: object) -> object:
     return tx
 
 
+def check_gradients_sum(params: Sequence[str]) -> None:
+    """Raises for parameters whose gradients are their new values, which a step would sum."""
+    for name in params:
+        if "_overwrite_with_gradient" in name.split("/"):
+            raise ValueError(
+                f"{name} is of a collection whose gradients are its new values: a scale of fp8, or "
+                "a history of amax. A step would sum them over the devices. Take their maximum in "
+                "the loss, under another name, as examples/fp8.py does."
+            )
+
+
 def check_one_tx(state: PyTree, tx: object) -> None:
     """Raises if `tx=` is not the optimizer that a state has itself."""
     own = _state.get_tx(state)
