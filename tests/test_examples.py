@@ -120,6 +120,7 @@ RUNS = {
     "nnx_vit --steps 3 --layers 3 --dim 32": r"% of 297 (?s:.*), \(4, 128\) on each device",
     "diffusion --steps 3 --layers 2 --dim 32 --times 3": "% of 160 drawn digits",
     f"dpo {TINY} --steps 3 --base {{new}} --base-steps 3": r"step 3: of unseen pairs \d",
+    "fp8 --steps 5 --dim 32": r"flax: loss \d\.\d+, (?s:.*)amax of the images: 1\.00",
     f"mezo {SMALL} --steps 3 --base {{base}}": r"Adam \d+\.\d+\n(?s:.*)step 3: validation loss",
     f"muon {TINY} --steps 3": "step 3: validation loss",
     "qlora --layers 2 --dim 64 --steps 2": r"gathers \d+ KiB of u8\n(?s:.*)step 2: loss \d",
@@ -429,6 +430,57 @@ def test_muon_by_layer_is_optax_s_for_the_flops_of_a_share(example):
     assert_same(state.params, sharded.params, 2e-4)
 
 
+@pytest.mark.ci
+def test_fp8_of_flax_has_one_device_s_scales(example):
+    """Its histories are maxima over devices whose rows differ; the reference is Flax's own way."""
+    fp8 = example("fp8")
+    args, draw = fp8.parser.parse_args(["--dim", "64"]), np.random.default_rng(0)
+    x = draw.normal(size=(32, 64)) * np.geomspace(0.1, 10, 32)[:, None]
+    batch = {"x": x.astype("float32"), "y": draw.integers(10, size=32)}
+    make_state, step, _ = fp8.by_flax(args, optax.adam(1e-2), batch["x"][:1])
+    state = zerojax.shard_train_state(make_state, stage=3)
+    zerojax.verify(step, state, batch).check()
+    dot = lambda: fp8.fp8_ops.Fp8DirectDotGeneralOp(amax_history_length=16)
+    model = fp8.Reader(args.dim, dot)
+    variables = model.init(jax.random.key(0), batch["x"][:1])
+    alone = TrainState.create(apply_fn=None, params=variables, tx=optax.adam(1e-2))
+    with pytest.raises(ValueError, match=r"/_overwrite_with_gradient/.*fp8\.py"):
+        zerojax.shard_train_state(alone, stage=3)
+    loss_fn = lambda params: fp8.cross_entropy(model.apply(params, batch["x"]), batch["y"])
+    one_step = jax.jit(lambda state: state.apply_gradients(grads=jax.grad(loss_fn)(state.params)))
+    for _ in range(3):
+        alone, (state, _) = one_step(alone), step(state, batch)
+    assert on_device(state.params["weights"]) < size(state.params["weights"]) / 3
+    params = zerojax.gather_params(state)
+    assert_close(params["fp8"]["values"], alone.params[fp8.OVERWRITE], 1e-5)
+    assert_close(params["weights"], alone.params["params"], 1e-5)
+    assert params["fp8"]["one"] == 1
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore:'VariableState' was removed")
+@pytest.mark.parametrize(
+    ("by", "bwd"), [("qwix", None), ("qwix", "float8_e5m2"), ("qwix-static", None)]
+)
+def test_fp8_of_qwix_is_one_device_s(example, by, bwd):
+    pytest.importorskip("qwix")
+    fp8, draw = example("fp8"), np.random.default_rng(0)
+    args = fp8.parser.parse_args(["--dim", "64", "--by", by])
+    x = draw.normal(size=(32, 64)) * np.geomspace(0.5, 2, 32)[:, None]
+    batch = {"x": x.astype("float32"), "y": draw.integers(10, size=32)}
+    make_state, step, _ = fp8.by_qwix(args, optax.sgd(0.1), batch["x"][:1], bwd)
+    one, all_devices = (
+        step(zerojax.shard_train_state(make_state, stage=3, mesh=make_mesh(n)), batch)[0]
+        for n in (1, 8)
+    )
+    if by == "qwix":  # a gradient of weights has scales over a device's rows: it rounds otherwise
+        assert_same(one.params, all_devices.params, 1e-5 if bwd is None else 1e-2)
+    else:  # scales are of a device's rows until there are means of earlier steps
+        of_images = [state.quant_stats["Dense_0"] for state in (one, all_devices)]
+        assert_same(*of_images)
+        assert 1 in jax.tree.leaves(of_images)  # a count
+
+
 # -- in full, as their docstrings state
 
 FULL = {  # figures, the last of its kind each, and between what they are
@@ -458,6 +510,8 @@ FULL = {  # figures, the last of its kind each, and between what they are
         r"Muon by layer, stage 3 +(\d\.\d+) ": (1.04, 1.14),
         r"Muon by layer, stage 3 .* (\d+\.\d+) \(": (17.9, 19.7),
     },
+    "fp8": {r"(\d+\.\d+)% of unseen": (88, 100)},
+    "fp8 --by qwix": {r"(\d+\.\d+)% of unseen": (88, 100)},
     "ising": {
         r"step 300: energy (-\d+\.\d+)": (-12.82, -12.75),
         r"exactly (-.*)": (-12.79, -12.78),
