@@ -14,8 +14,8 @@ sums derivatives over the devices, so zerojax refuses that collection among para
   is another number with 6 devices or 3 microbatches;
 - the optimizer sets their updates to zero, and makes no moments for them.
 
-`metrics["grad_norm"]` counts these values too; a clip inside of `optimizer` does not. With
-`accumulate=`, a new value is the mean over the microbatches of their maxima. Where the number of
+`metrics["grad_norm"]` counts these values too; a clip inside of `optimizer` does not. Leave
+`accumulate=` out: a new value would be the mean of the maxima of microbatches. Where the number of
 devices is a power of two, all numbers are one device's, but for rounding. Elsewhere, the gradients
 that Flax rounds to float8 are up to two times smaller than one device's.
 
