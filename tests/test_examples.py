@@ -16,6 +16,7 @@ from sklearn.datasets import load_sample_images
 
 import zerojax
 from tests.conftest import make_mesh
+from tests.support.engine import serving
 from tests.support.processes import ROOT, output, ssh
 from tests.support.reference import assert_close
 
@@ -121,6 +122,8 @@ RUNS = {
     "diffusion --steps 3 --layers 2 --dim 32 --times 3": "% of 160 drawn digits",
     f"dpo {TINY} --steps 3 --base {{new}} --base-steps 3": r"step 3: of unseen pairs \d",
     "fp8 --steps 5 --dim 32": r"flax: loss \d\.\d+, (?s:.*)amax of the images: 1\.00",
+    "ppo --iterations 2 --envs 16 --unroll 4": r"iteration 2: mean reward -\d",
+    "grpo --iterations 2 --prompts 8 --dim 32": r"iteration 2: mean reward 0\.\d+, divergence \d",
     f"mezo {SMALL} --steps 3 --base {{base}}": r"Adam \d+\.\d+\n(?s:.*)step 3: validation loss",
     f"muon {TINY} --steps 3": "step 3: validation loss",
     "qlora --layers 2 --dim 64 --steps 2": r"gathers \d+ KiB of u8\n(?s:.*)step 2: loss \d",
@@ -481,6 +484,53 @@ def test_fp8_of_qwix_is_one_device_s(example, by, bwd):
         assert 1 in jax.tree.leaves(of_images)  # a count
 
 
+@pytest.mark.ci
+def test_ppo_is_one_device_s_and_its_rollouts_send_nothing(example):
+    """Over rollouts, advantages, minibatches and running statistics."""
+    ppo = example("ppo")
+    line = "--envs 16 --unroll 4 --minibatches 1 --iterations 2"
+    args, results = ppo.parser.parse_args(line.split()), []
+    for mesh in map(make_mesh, (1, 8)):
+        *_, (state, reward) = ppo.train(args, mesh)
+        results.append((zerojax.gather_params(state), jax.device_get((state.stats, reward))))
+    assert_close(results[1], results[0], 1e-4)
+    stats, _ = results[1][1]
+    assert stats["count"] == 1 + 2 * ppo.EPOCHS and stats["mean"].all()
+    assert on_device(state.params) < size(state.params) / 3
+    _, play, _ = ppo.learner(args)
+    rows = zerojax.shard_batch(np.zeros(args.envs, "float32")).sharding
+    env = {"angle": "float32", "speed": "float32", "age": "int32"}
+    env = {name: jax.ShapeDtypeStruct((args.envs,), of, sharding=rows) for name, of in env.items()}
+    compiled = play.lower(zerojax.reshard(state), state.stats, env, jax.random.key(0)).compile()
+    assert "channel_id" not in compiled.as_text()
+
+
+@pytest.mark.ci
+def test_grpo_is_one_device_s_and_an_engine_takes_its_weights(example):
+    """The rewards show that all devices write the same; the engine is asked as vLLM would be."""
+    grpo, results = example("grpo"), []
+    line = "--prompts 16 --group 4 --epochs 2 --iterations 2 --dim 32"
+    args = grpo.parser.parse_args(line.split())
+    for mesh in map(make_mesh, (1, 8)):
+        *_, (state, reward, metrics) = grpo.train(args, mesh)
+        results.append(jax.device_get((zerojax.gather_params(state), reward, metrics["aux"])))
+    assert_close(results[1], results[0], 1e-4)
+    assert metrics["aux"]["divergence"] > 0
+    names, params = grpo.engine_names(state), results[1][0]
+    with serving() as server:
+        engine = grpo.Engine(server.url, server.join)
+        engine.update(state, names)
+        engine.update(state, names)
+    init, update = ["get_world_size", "init_weight_transfer_engine"], ["update_weights"]
+    before, after = ["pause", "start_weight_update"], ["finish_weight_update", "resume"]
+    assert server.calls == init + 2 * (before + update + after)
+    assert server.weights.keys() >= {"layers.0.up.kernel", "layers.1.up.kernel", "embed.embedding"}
+    one = server.weights["layers.1.up.kernel"]
+    assert one.dtype == jnp.bfloat16
+    assert_close(one.astype("float32"), params["blocks"]["up"]["kernel"][1], 1e-2)
+    assert sum(w.size for w in server.weights.values()) == size(params)
+
+
 # -- in full, as their docstrings state
 
 FULL = {  # figures, the last of its kind each, and between what they are
@@ -512,6 +562,8 @@ FULL = {  # figures, the last of its kind each, and between what they are
     },
     "fp8": {r"(\d+\.\d+)% of unseen": (88, 100)},
     "fp8 --by qwix": {r"(\d+\.\d+)% of unseen": (88, 100)},
+    "ppo": {r"(?s)^.*?reward (-\d\.\d+)": (-7, -6), r"reward (-\d\.\d+)": (-1.5, 0)},
+    "grpo": {r"(?s)^.*?reward (\d\.\d+)": (0, 0.2), r"reward (\d\.\d+)": (0.9, 1)},
     "ising": {
         r"step 300: energy (-\d+\.\d+)": (-12.82, -12.75),
         r"exactly (-.*)": (-12.79, -12.78),
