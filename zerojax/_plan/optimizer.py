@@ -18,6 +18,7 @@ from zerojax._plan.rule import Rule
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.state import Leaf, leaves_with_paths, shape_dtype
 from zerojax._types import PyTree, is_key, zero_gradient
+from zerojax._update.matrices import MatrixState, owned_by, owner_spec
 from zerojax._update.update import Update, on_no_mesh
 
 Guard = Callable[[Array, PyTree, PyTree], PyTree]
@@ -53,14 +54,31 @@ def typed_state(
         for param, spec in zip(params, specs, strict=True)
     ]
     try:
-        with jax.sharding.use_abstract_mesh(typed_mesh):
+        with jax.sharding.use_abstract_mesh(typed_mesh), owned_by(typed_mesh, ()):
             padded = jax.eval_shape(tx.init, treedef.unflatten(typed))
     # What cannot propagate a spec raises errors of many types; `tx.init` itself has run above.
     except Exception as error:
         return None, f"sharding types refuse what tx.init does ({type(error).__name__})"
-    if jax.tree.structure(padded) != jax.tree.structure(plain):
+    (typed, treedef), (leaves, wanted) = (
+        jax.tree.flatten(tree, is_leaf=_is_of_matrices) for tree in (padded, plain)
+    )
+    if treedef != wanted:
         return None, "tx.init makes another tree for padded parameters"
-    return padded, None
+
+    def owned(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = owner_spec(leaf.shape, rule.axes)
+        shape = rule.padded_shape(leaf.shape, spec)
+        return leaf.update(shape=shape, sharding=NamedSharding(typed_mesh, spec))
+
+    typed = [
+        jax.tree.map(owned, leaf) if _is_of_matrices(leaf) else x
+        for leaf, x in zip(leaves, typed, strict=True)
+    ]
+    return treedef.unflatten(typed), None
+
+
+def _is_of_matrices(node: PyTree) -> bool:
+    return isinstance(node, MatrixState)
 
 
 def _check_match(opt_state: PyTree, remade: PyTree, remedy: str) -> None:

@@ -32,6 +32,7 @@ from zerojax._step.step_options import (
     precision_of,
 )
 from zerojax._types import PyTree, is_key
+from zerojax._update.matrices import owned_by
 from zerojax._update.update import Update
 
 
@@ -117,7 +118,8 @@ def _train(
         new_state = jax.tree.structure(state).unflatten(streamed.run())
     else:
         inputs = of_grads.unflatten(grads), plan.scatter(state), fields, finite
-        new_state = next_state(recipe.tx, guard, *inputs)
+        with owned_by(plan.mesh, plan.groups.opt_state):
+            new_state = next_state(recipe.tx, guard, *inputs)
     metrics |= graded.metrics
     if guard is not None:
         metrics["skipped"] = 1 - finite.astype(jnp.int32)
