@@ -18,7 +18,7 @@ from zerojax._plan.rule import Rule
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.state import Leaf, leaves_with_paths, shape_dtype
 from zerojax._types import PyTree, is_key, zero_gradient
-from zerojax._update.matrices import MatrixState, owned_by, owner_spec
+from zerojax._update.matrices import is_of_matrices, owned_by, owner_spec, owners_of
 from zerojax._update.update import Update, on_no_mesh
 
 Guard = Callable[[Array, PyTree, PyTree], PyTree]
@@ -60,7 +60,7 @@ def typed_state(
     except Exception as error:
         return None, f"sharding types refuse what tx.init does ({type(error).__name__})"
     (typed, treedef), (leaves, wanted) = (
-        jax.tree.flatten(tree, is_leaf=_is_of_matrices) for tree in (padded, plain)
+        jax.tree.flatten(tree, is_leaf=is_of_matrices) for tree in (padded, plain)
     )
     if treedef != wanted:
         return None, "tx.init makes another tree for padded parameters"
@@ -71,14 +71,10 @@ def typed_state(
         return leaf.update(shape=shape, sharding=NamedSharding(typed_mesh, spec))
 
     typed = [
-        jax.tree.map(owned, leaf) if _is_of_matrices(leaf) else x
+        jax.tree.map(owned, leaf) if is_of_matrices(leaf) else x
         for leaf, x in zip(leaves, typed, strict=True)
     ]
     return treedef.unflatten(typed), None
-
-
-def _is_of_matrices(node: PyTree) -> bool:
-    return isinstance(node, MatrixState)
 
 
 def _check_match(opt_state: PyTree, remade: PyTree, remedy: str) -> None:
@@ -164,7 +160,8 @@ def update_of(
 
     own = None if hasattr(state, "apply_gradients") else tx
     without_plan = jax.tree.structure(_carried.without_plan(state))
-    return Update(update, shapes, (without_plan, own, tuple(names), guard is not None))
+    identity = without_plan, own, tuple(names), guard is not None, owners_of(state)
+    return Update(update, shapes, identity)
 
 
 def frozen_params(state: PyTree, update: Update) -> list[bool]:

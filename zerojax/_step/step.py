@@ -73,7 +73,8 @@ def train_step(loss_fn: Callable[..., PyTree], options: TrainOptions) -> Step:
         args = (batch,) if rng is None else (batch, rng)
         state, args = _axis_types.computed_with((state, args))
         plan = find_plan(state, options.plan)
-        new_state, metrics, notes[plan] = _train(recipe, plan, state, args)
+        with owned_by(plan.mesh, plan.groups.opt_state):
+            new_state, metrics, notes[plan] = _train(recipe, plan, state, args)
         return new_state, metrics
 
     return Step(step, recipe, notes)
@@ -118,8 +119,7 @@ def _train(
         new_state = jax.tree.structure(state).unflatten(streamed.run())
     else:
         inputs = of_grads.unflatten(grads), plan.scatter(state), fields, finite
-        with owned_by(plan.mesh, plan.groups.opt_state):
-            new_state = next_state(recipe.tx, guard, *inputs)
+        new_state = next_state(recipe.tx, guard, *inputs)
     metrics |= graded.metrics
     if guard is not None:
         metrics["skipped"] = 1 - finite.astype(jnp.int32)

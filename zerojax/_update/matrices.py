@@ -51,6 +51,16 @@ def owned_by(mesh: Mesh | AbstractMesh, axes: Axes) -> Iterator[None]:
         _OWNERS.reset(token)
 
 
+def owners_of(state: PyTree) -> tuple[Mesh | AbstractMesh, Axes] | None:
+    """Returns what an update of this state does otherwise than elsewhere: who owns its matrices."""
+    nodes = jax.tree.leaves(state, is_leaf=is_of_matrices)
+    return _OWNERS.get() if any(map(is_of_matrices, nodes)) else None
+
+
+def is_of_matrices(node: PyTree) -> bool:
+    return isinstance(node, MatrixState)
+
+
 def owner_spec(shape: Sequence[int], axes: Axes) -> PartitionSpec:
     """Returns the spec of a stack of whole matrices, or of a scalar, in a `MatrixState`."""
     return PartitionSpec(entry_over(axes)) if shape else PartitionSpec()
