@@ -8,6 +8,7 @@ updates back. State between steps rests with the owners. Costs 90 lines.
 import collections
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from zerojax._declared import checked
@@ -163,24 +164,38 @@ def _by_owners(
     update: Callable[..., tuple[Array, PyTree]], grads: Array, state: PyTree, params: Array
 ) -> tuple[Array, PyTree]:
     """Returns the updates of a stack of matrices and their new state."""
-    axes, count = jax.tree.map(_is_stack, state), len(grads)
+    axes, (mesh, names) = jax.tree.map(_is_stack, state), _OWNERS.get()
     run = jax.vmap(update, (0, axes, 0), (0, axes))
-    mesh, names = _OWNERS.get()
     if not names:
         return run(grads, state, params)
-    more = padded(count, axes_size(mesh, names)) - count
+    size, shape = axes_size(mesh, names), grads.shape
+    # As a plan shards a parameter: by the dimension that the devices divide, or almost.
+    dim = min(range(1, len(shape)), key=lambda dim: padded(shape[dim], size) / shape[dim])
+    exchanged = functools.partial(lax.all_to_all, axis_name=names, tiled=True)
 
-    def filled(value: Array) -> Array:
-        return jnp.pad(value, [(0, more), *[(0, 0)] * (value.ndim - 1)]) if value.shape else value
+    def filled(value: Array, dim: int = 0) -> Array:
+        counts = [0] * value.ndim
+        counts[dim] = -value.shape[dim] % size
+        return jnp.pad(value, [(0, count) for count in counts])
 
-    args = jax.tree.map(filled, (grads, state, params))
-    specs = jax.tree.map(lambda x: owner_spec(x.shape, names), args)
-    new = jax.shard_map(
-        run,
+    def whole(parts: Array) -> Array:
+        stack = exchanged(parts, split_axis=0, concat_axis=dim)
+        return lax.slice_in_dim(stack, 0, shape[dim], axis=dim)
+
+    def per_device(grads: Array, state: PyTree, params: Array) -> tuple[Array, PyTree]:
+        new, state = run(whole(grads), state, whole(params))
+        return exchanged(filled(new, dim), split_axis=dim, concat_axis=0), state
+
+    parts = [filled(filled(x), dim) for x in (grads, params)]
+    state = jax.tree.map(lambda x: filled(x) if x.shape else x, state)
+    spec = PartitionSpec(*[None] * dim, entry_over(names))
+    specs = jax.tree.map(lambda x: owner_spec(x.shape, names), state)
+    new, state = jax.shard_map(
+        per_device,
         mesh=mesh,
-        in_specs=specs,
-        out_specs=specs[:2],
-        axis_names={*names},
+        in_specs=(spec, specs, spec),
+        out_specs=(spec, specs),
         check_vma=False,
-    )(*args)
-    return jax.tree.map(lambda x: x[:count] if x.shape else x, new)
+    )(parts[0], state, parts[1])
+    state = jax.tree.map(lambda x: x[: shape[0]] if x.shape else x, state)
+    return lax.slice(new, [0] * len(shape), shape), state
