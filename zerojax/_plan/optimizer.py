@@ -4,6 +4,7 @@ Specs come from JAX's sharding types, not from names. `tx.init`, called on abstr
 carry their specs on a mesh of Explicit axes, returns any optax state with a spec for each leaf.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -54,27 +55,24 @@ def typed_state(
         for param, spec in zip(params, specs, strict=True)
     ]
     try:
-        with jax.sharding.use_abstract_mesh(typed_mesh), owned_by(typed_mesh, ()):
+        with jax.sharding.use_abstract_mesh(typed_mesh), owned_by(None):
             padded = jax.eval_shape(tx.init, treedef.unflatten(typed))
     # What cannot propagate a spec raises errors of many types; `tx.init` itself has run above.
     except Exception as error:
         return None, f"sharding types refuse what tx.init does ({type(error).__name__})"
-    (typed, treedef), (leaves, wanted) = (
-        jax.tree.flatten(tree, is_leaf=is_of_matrices) for tree in (padded, plain)
-    )
-    if treedef != wanted:
+    structure = functools.partial(jax.tree.structure, is_leaf=is_of_matrices)
+    if structure(padded) != structure(plain):
         return None, "tx.init makes another tree for padded parameters"
 
     def owned(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = owner_spec(leaf.shape, rule.axes)
-        shape = rule.padded_shape(leaf.shape, spec)
-        return leaf.update(shape=shape, sharding=NamedSharding(typed_mesh, spec))
+        place = NamedSharding(typed_mesh, spec)
+        return leaf.update(shape=rule.padded_shape(leaf.shape, spec), sharding=place)
 
-    typed = [
-        jax.tree.map(owned, leaf) if is_of_matrices(leaf) else x
-        for leaf, x in zip(leaves, typed, strict=True)
-    ]
-    return treedef.unflatten(typed), None
+    def as_typed(new: PyTree, old: PyTree) -> PyTree:
+        return jax.tree.map(owned, old) if is_of_matrices(new) else new
+
+    return jax.tree.map(as_typed, padded, plain, is_leaf=is_of_matrices), None
 
 
 def _check_match(opt_state: PyTree, remade: PyTree, remedy: str) -> None:

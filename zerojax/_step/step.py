@@ -73,7 +73,7 @@ def train_step(loss_fn: Callable[..., PyTree], options: TrainOptions) -> Step:
         args = (batch,) if rng is None else (batch, rng)
         state, args = _axis_types.computed_with((state, args))
         plan = find_plan(state, options.plan)
-        with owned_by(plan.mesh, plan.groups.opt_state):
+        with owned_by((plan.mesh, plan.groups.opt_state)):
             new_state, metrics, notes[plan] = _train(recipe, plan, state, args)
         return new_state, metrics
 
