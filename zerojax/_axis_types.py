@@ -1,19 +1,26 @@
 """Axes of a mesh that are Explicit, Auto or Manual, where zerojax traces code."""
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import jax
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from zerojax._specs import Axes
 from zerojax._types import PyTree
 
 T = TypeVar("T")
 NO_MESH = AbstractMesh((), ())
+Owners = tuple[Mesh, Axes]
+NOBODY: Owners = Mesh(np.empty((), object), ()), ()
+# The devices that own matrices: see `_update/matrices.py`. None: only the types of arrays count.
+OWNERS = contextvars.ContextVar[Owners | None]("owners", default=NOBODY)
 
 # [Note: explicit axes]
 # A user's mesh may have Explicit axes, as `jax.make_mesh` makes them. Arrays on it then carry their
@@ -121,3 +128,13 @@ def on_auto_axes(method: Callable[[T, Array], Array]) -> Callable[[T, Array], Ar
         return typed(result, sharding.update(spec=spec))
 
     return run
+
+
+@contextlib.contextmanager
+def owned_by(owners: Owners | None) -> Iterator[None]:
+    """Has the devices along these axes own matrices, in updates that are traced inside."""
+    token = OWNERS.set(owners)
+    try:
+        yield
+    finally:
+        OWNERS.reset(token)

@@ -14,12 +14,13 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from zerojax._axis_types import owned_by
 from zerojax._jaxprs import is_var
 from zerojax._plan.rule import Rule
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.state import Leaf, leaves_with_paths, shape_dtype
 from zerojax._types import PyTree, is_key, zero_gradient
-from zerojax._update.matrices import is_of_matrices, owned_by, owner_spec, owners_of
+from zerojax._update.matrices import is_of_matrices, owner_spec, owners_of
 from zerojax._update.update import Update, on_no_mesh
 
 Guard = Callable[[Array, PyTree, PyTree], PyTree]

@@ -32,7 +32,6 @@ from zerojax._step.step_options import (
     precision_of,
 )
 from zerojax._types import PyTree, is_key
-from zerojax._update.matrices import owned_by
 from zerojax._update.update import Update
 
 
@@ -73,7 +72,7 @@ def train_step(loss_fn: Callable[..., PyTree], options: TrainOptions) -> Step:
         args = (batch,) if rng is None else (batch, rng)
         state, args = _axis_types.computed_with((state, args))
         plan = find_plan(state, options.plan)
-        with owned_by((plan.mesh, plan.groups.opt_state)):
+        with _axis_types.owned_by((plan.mesh, plan.groups.opt_state)):
             new_state, metrics, notes[plan] = _train(recipe, plan, state, args)
         return new_state, metrics
 

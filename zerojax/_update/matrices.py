@@ -6,10 +6,8 @@ updates back. State between steps rests with the owners. Costs 110 lines.
 """
 
 import collections
-import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,16 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from zerojax._axis_types import NOBODY, OWNERS, Owners
 from zerojax._declared import checked
 from zerojax._specs import Axes, axes_size, entry_over, padded
 from zerojax._state.state import leaves_with_paths
 from zerojax._types import PyTree
-
-NOBODY = Mesh(np.empty((), object), ()), ()
-# The devices that own matrices. None: `by_matrix` has an empty state, `owner_spec` says where.
-_OWNERS = contextvars.ContextVar[tuple[Mesh, Axes] | None]("owners", default=NOBODY)
 
 
 class MatrixState(NamedTuple):
@@ -39,20 +34,10 @@ class MatrixState(NamedTuple):
     stacks: dict[str, PyTree]
 
 
-@contextlib.contextmanager
-def owned_by(owners: tuple[Mesh, Axes] | None) -> Iterator[None]:
-    """Has the devices along these axes own matrices, in updates that are traced inside."""
-    token = _OWNERS.set(owners)
-    try:
-        yield
-    finally:
-        _OWNERS.reset(token)
-
-
-def owners_of(state: PyTree) -> tuple[Mesh, Axes] | None:
+def owners_of(state: PyTree) -> Owners | None:
     """Returns what an update of this state does otherwise than elsewhere: who owns its matrices."""
     nodes = jax.tree.leaves(state, is_leaf=is_of_matrices)
-    return _OWNERS.get() if any(map(is_of_matrices, nodes)) else None
+    return OWNERS.get() if any(map(is_of_matrices, nodes)) else None
 
 
 def is_of_matrices(node: PyTree) -> bool:
@@ -81,7 +66,7 @@ def by_matrix(tx: optax.GradientTransformation, dims: int = 2) -> optax.Gradient
     """
 
     def init(params: PyTree) -> MatrixState:
-        if _OWNERS.get() is None:
+        if OWNERS.get() is None:
             return MatrixState({})
         leaves, stacks = jax.tree.leaves(params), {}
         for name, places in _groups(params, dims).items():
@@ -92,7 +77,7 @@ def by_matrix(tx: optax.GradientTransformation, dims: int = 2) -> optax.Gradient
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, MatrixState]:
         if params is None:
             raise ValueError("by_matrix needs params: call update(grads, state, params).")
-        if _OWNERS.get() is None:
+        if OWNERS.get() is None:
             return updates, state
         weights, treedef = jax.tree.flatten(params)
         new, stacks = treedef.flatten_up_to(updates), {}
@@ -148,7 +133,7 @@ def _by_owners(
     update: Callable[..., PyTree], grads: Array, state: PyTree, params: Array
 ) -> tuple[Array, PyTree]:
     """Returns the updates of a stack of matrices and their new state."""
-    axes, (mesh, names) = jax.tree.map(_is_stack, state), _OWNERS.get() or NOBODY
+    axes, (mesh, names) = jax.tree.map(_is_stack, state), OWNERS.get() or NOBODY
     run = jax.vmap(update, (0, axes, 0), (0, axes))
     if not names:
         return run(grads, state, params)
