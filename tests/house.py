@@ -34,7 +34,7 @@ RANKS = (
     "_loss",
     "_features",
     "_step",
-    "_checkpoint run tools._audit tools._launch aot manual nnx",
+    "_checkpoint run tools._audit tools._launch aot keras manual nnx",
     "tools._verify tools._forecast tools._replay checkpoint",
     "tools._flags tools._meter",
     "tools._cli",

@@ -14,6 +14,7 @@ if typing.TYPE_CHECKING:
     from zerojax import (
         aot as aot,
         checkpoint as checkpoint,
+        keras as keras,
         manual as manual,
         nnx as nnx,
         run as run,
@@ -86,7 +87,7 @@ _EXPORTS = {
     "tools._verify.verify": ["verify"],
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
-_MODULES |= {name: name for name in ("aot", "checkpoint", "manual", "nnx", "run", "tools")}
+_MODULES |= {name: name for name in ("aot", "checkpoint", "keras", "manual", "nnx", "run", "tools")}
 
 
 def __getattr__(name: str) -> typing.Any:
