@@ -113,12 +113,12 @@ $(VENV)-release/.release: pyproject.toml
 # tests fail if one of the libraries is missing.
 foreign: $(VENV)-foreign/.foreign
 	KERAS_BACKEND=jax $(VENV)-foreign/bin/python -m pytest -n $(WORKERS) -m 'slow or not slow' \
-	  --no-skips tests/test_foreign.py
+	  --no-skips tests/test_foreign.py tests/test_keras.py
 	$(VENV)-foreign/bin/python -m pytest -n $(WORKERS) -m slow --no-skips tests/test_benchmarks.py
 
-# These ask for CUDA, PyTorch, an older NumPy, one version of Python or what reads data, which their
-# models do not need.
-ALONE := 'discretax>=0.3' jaxrwkv nequip-eqx 'rejax>=0.1.3'
+# These ask for CUDA, PyTorch, TensorFlow, an older NumPy, one version of Python or what reads data,
+# which their models do not need.
+ALONE := 'discretax>=0.3' jaxrwkv 'keras-hub>=0.32' sentencepiece nequip-eqx 'rejax>=0.1.3'
 
 # Only Flax's source has its examples and tutorials; the tests take those of the installed version.
 $(VENV)-foreign/.foreign: pyproject.toml

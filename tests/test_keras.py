@@ -9,6 +9,7 @@ import pytest
 
 import zerojax
 import zerojax.keras
+from tests.foreign import keras_hub
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 keras = pytest.importorskip("keras", reason="Keras is missing: pip install 'zerojax[keras]'")
@@ -175,6 +176,28 @@ class Trains(keras.Model):
         return {}, state
 
 
+@pytest.mark.slow  # `make foreign` installs KerasHub
+@pytest.mark.parametrize("name", keras_hub.MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_models_of_keras_hub_train_as_on_one_device(name):
+    pytest.importorskip("keras_hub", reason="KerasHub is missing: `make foreign` installs it")
+
+    def make():
+        keras.utils.set_random_seed(1)
+        return keras_hub.MODELS[name]()
+
+    x, y, weights = keras_hub.batch(name)
+    one, sharded, born = make(), zerojax.keras.shard(make()), zerojax.keras.shard(make)
+    trained = [
+        m.fit(x, y, sample_weight=weights, **FIT | {"batch_size": 16}) for m in (one, sharded, born)
+    ]
+    for model, history in zip((sharded, born), trained[1:], strict=True):
+        assert_close(history.history, trained[0].history, rtol=1e-4)
+        assert_close(values(model), values(one), rtol=1e-3, atol=1e-4)
+        cut = [v for v in model.trainable_variables if v.value.sharding.is_fully_replicated]
+        assert sum(v.value.size for v in cut) < 0.2 * model.count_params()
+
+
 def spectral():
     return compiled(layers.SpectralNormalization(layers.Dense(8)))
 
@@ -222,9 +245,7 @@ def test_what_a_trace_shows_is_refused(make, x, y, message):
         model.fit(x, y, verbose=0)
 
 
-def test_options_that_keras_cannot_have_are_refused():
-    with pytest.raises(ValueError, match="Leave pad= out"):
-        zerojax.keras.shard(compiled(), pad=True)
+def test_models_that_zerojax_does_not_train_are_refused():
     with pytest.raises(ValueError, match=r"First call zerojax\.keras\.shard"):
         zerojax.keras.pure(compiled(), (X, Y))
     with pytest.raises(ValueError, match="Override compute_loss"):

@@ -13,11 +13,11 @@ returns the arguments of `zerojax.verify`, `audit` and `forecast`.
 
 import dataclasses
 import functools
-import importlib
 import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import cast
 
 import jax
@@ -31,6 +31,7 @@ from zerojax._declared import checked, option, takes
 from zerojax._plan import planner as _planner
 from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import PlanOptions
+from zerojax._state import patches as _patches
 from zerojax._step.schedule import Schedule, check_schedule
 from zerojax._step.step import Step, eval_step, train_step
 from zerojax._types import PyTree
@@ -84,14 +85,6 @@ class _KerasParts:
         return _by_id(variables, treedef.flatten_up_to({k: fields[k] for k in self.tree}))
 
 
-def _keras() -> PyTree:
-    """Imports Keras, which `import zerojax` does without."""
-    try:
-        return importlib.import_module("keras")
-    except ImportError as error:
-        raise ImportError("zerojax.keras needs Keras: pip install 'zerojax[keras]'") from error
-
-
 def _by_id(variables: Sequence[PyTree], values: Sequence[PyTree]) -> dict[int, PyTree]:
     return dict(zip(map(id, variables), values, strict=True))
 
@@ -107,27 +100,20 @@ def _by_path(variables: Sequence[PyTree]) -> dict[str, PyTree]:
 def _slots(variables: Sequence[PyTree], params: dict[str, PyTree]) -> dict[str, dict[str, PyTree]]:
     """Returns an optimizer's variables by slot and parameter, so that a plan has one follow the
     other: Keras names the momentum of `dense/kernel` `dense_kernel_momentum`."""
-    named: dict[str, list[str]] = {}
-    for name, param in params.items():
-        named.setdefault(param.path.replace("/", "_"), []).append(name)
     slots: dict[str, dict[str, PyTree]] = {}
+    starts = {name: p.path.replace("/", "_") + "_" for name, p in params.items()}
     for at, v in enumerate(variables):
-        words = v.name.split("_")
-        cuts = (("_".join(words[:cut]), "_".join(words[cut:])) for cut in range(len(words), 0, -1))
-        fits = (
-            (slot, name)
-            for prefix, slot in cuts
-            for name in named.get(prefix, ())
-            if params[name].shape == v.shape and name not in slots.get(slot, {})
-        )
-        slot, name = next(fits, ("others", f"{at}_{v.name}"))
+        fits = (n for n, s in starts.items() if v.name.startswith(s) and params[n].shape == v.shape)
+        name = max(fits, key=lambda n: len(starts[n]), default="")
+        slot = v.name.removeprefix(starts.get(name, v.name)) or "others"
+        name = name if name and name not in slots.get(slot, {}) else f"{at}_{v.name}"
         slots.setdefault(slot, {})[name] = v
     return slots
 
 
 def _checked(model: PyTree) -> _KerasParts:
     """Returns the variables of a model; raises where a step would train it otherwise than Keras."""
-    keras = _keras()
+    keras = import_module("keras")
 
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -159,7 +145,7 @@ def _checked(model: PyTree) -> _KerasParts:
 
 def _loss(parts: _KerasParts, training: bool | None = True) -> Callable[..., PyTree]:
     """Returns the loss of a model on one device's part of a batch, as a function."""
-    keras = _keras()
+    keras = import_module("keras")
 
     model, masks = parts.model, []
 
@@ -223,7 +209,7 @@ class _Function:
 
     def _tracked(self, metrics: list, aux: PyTree, ways: int, x: PyTree, *others: PyTree) -> PyTree:
         """Returns the logs of a whole batch, and the metrics that have seen it."""
-        keras = _keras()
+        keras = import_module("keras")
 
         model, rows = self.parts.model, len(jax.tree.leaves(x)[0])
         now = [old + ways * new for old, new in zip(metrics, aux["added"], strict=True)]
@@ -241,7 +227,7 @@ class _Function:
         return treedef.unflatten([back.get(at, leaf) for at, leaf in enumerate(leaves)])
 
     def __call__(self, lists: Sequence[list], batches: Iterator) -> tuple[PyTree, tuple]:
-        keras = _keras()
+        keras = import_module("keras")
 
         model, results = self.parts.model, []
         of = [model.trainable_variables, model.non_trainable_variables]
@@ -278,28 +264,31 @@ def _apart(model: PyTree) -> tuple[_KerasParts, PyTree]:
     if not callable(model) or hasattr(model, "variables"):
         parts = _checked(model)
         return parts, parts.state({id(v): v.value for v in jax.tree.leaves(parts.tree)})
-    models = []
+    traced = []
 
-    def arrays() -> list[PyTree]:
-        models.append(parts := _checked(model()))
-        return [v.value for v in jax.tree.leaves(parts.tree)]
+    def arrays() -> tuple[list[PyTree], list[PyTree]]:
+        parts = _checked(model())
+        values = [v.value for v in jax.tree.leaves(parts.tree)]
+        others = {id(x): x for x in _patches.tracers_in(parts.model)}
+        for value in values:
+            others.pop(id(value), None)
+        traced.extend((parts, others))
+        return values, [*others.values()]
 
-    program = jaxpr_as_fun(jax.make_jaxpr(arrays)())  # Keras names layers otherwise in a next call
-    parts = models[0]
-    parts.model.reset_metrics()
+    run = jaxpr_as_fun(jax.make_jaxpr(arrays)())  # Keras names layers otherwise in a next call
+    parts, others = traced
     variables = jax.tree.leaves(parts.tree)
-    return parts, lambda: parts.state(_by_id(variables, [*map(jnp.asarray, program())]))
-
-
-def _no_padding(pad: object) -> object:
-    if pad:
-        raise ValueError("pad=True: a variable of Keras has one shape. Leave pad= out.")
-    return pad
+    if others:  # constants of layers, and metrics: XLA leaves out the rest
+        known = dict(zip(others, jax.jit(lambda: run()[len(variables) :])(), strict=True))
+        _patches.replaced(parts.model, lambda tracer: known.get(id(tracer), tracer))
+    return parts, lambda: parts.state(
+        _by_id(variables, [*map(jnp.asarray, run()[: len(variables)])])
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _KerasOptions(PlanOptions):
-    pad: bool = option(False, "False: Keras knows one shape of a variable.", check=_no_padding)
+    pad: bool = dataclasses.field(default=False, init=False)  # a variable has one shape
     schedule: Schedule = option(Schedule(), "as of `train_step`.", check=check_schedule)
 
 
@@ -345,7 +334,7 @@ def pure(model: PyTree, batch: tuple) -> tuple[Step, PyTree, tuple, jax.Array]:
         model: what `shard` has returned, or a function that makes a compiled model.
         batch: `(x, y)` or `(x, y, sample_weight)`, arrays or their shapes.
     """
-    keras = _keras()
+    keras = import_module("keras")
 
     batch, key = keras.utils.unpack_x_y_sample_weight(batch), jax.random.key(0)
     if isinstance(model, keras.Model):
