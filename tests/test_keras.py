@@ -216,6 +216,7 @@ REFUSED = {
         "reduction='sum_over_batch_size'",
     ),
     "not compiled": (lambda: keras.Sequential(dense()), "First call model.compile"),
+    "eager": (lambda: compiled(run_eagerly=True), "run_eagerly=True. Leave it out"),
     "not built": (lambda: keras.Sequential(dense()[1:]), "is not built. Call model.build"),
     "no model": (lambda: 1, "takes a keras.Model"),
     "in float16": (
@@ -246,6 +247,8 @@ def test_what_a_trace_shows_is_refused(make, x, y, message):
 
 
 def test_models_that_zerojax_does_not_train_are_refused():
+    with pytest.raises(ValueError, match="Leave param=, master="):
+        zerojax.keras.shard(compiled(), precision=zerojax.Precision(moments="int8"))
     with pytest.raises(ValueError, match=r"First call zerojax\.keras\.shard"):
         zerojax.keras.pure(compiled(), (X, Y))
     with pytest.raises(ValueError, match="Override compute_loss"):

@@ -126,12 +126,14 @@ def _checked(model: PyTree) -> _KerasParts:
     optimizer = model.optimizer if model.compiled else None
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     own = type(model).train_step is not keras.Model.train_step
+    is_eager = getattr(model, "run_eagerly", False)
     for is_wrong, why in (
         (keras.backend.backend() != "jax", "runs without JAX: set KERAS_BACKEND=jax first"),
         (jax.process_count() > 1, "runs in one process. In several, use zerojax.train_step"),
         (not model.variables, "is not built. Call model.build(input_shape), or add an Input"),
         (not model.compiled, "is not compiled. First call model.compile(optimizer, loss)"),
         (own, "has a train_step of its own, which fit would skip. Override compute_loss instead"),
+        (is_eager, "is compiled with run_eagerly=True. Leave it out"),
         (scales, "scales its loss in float16. Use the policy mixed_bfloat16"),
         (sums, f"has a loss with reduction={sums!r}, which differs on parts of a batch. Use "
          "reduction='sum_over_batch_size'"),
@@ -306,6 +308,11 @@ def shard(model: PyTree, options: _KerasOptions) -> PyTree:
     Returns:
         The model.
     """
+    if options.precision is not None and options.precision.stores:
+        raise ValueError(
+            f"{options.precision} says how to store variables, which Keras's dtype policy does. "
+            "Leave param=, master= and moments= out."
+        )
     parts, source = _apart(model)
     planned = {f.name: getattr(options, f.name) for f in dataclasses.fields(PlanOptions)}
     plan = _planner.plan(source, **planned)
