@@ -337,7 +337,7 @@ def test_a_study_of_the_largest_model(run, module, monkeypatch):
     assert (code, err) == (OK, "") and " 37: 8B " in out and "Best for 7.5b: 37, 8 bill" in out
     (models,), given = calls.pop()
     preset, own = models["7.5b layers"], models["deep:model layers"]
-    assert (preset(12).layers, preset(12).hidden, given["rows"]) == (12, 4096, 4)
+    assert (preset(12).layers, preset(12).hidden, given["rows"]) == (12, 4096, [4])
     assert own(3)[2](1) == (3, 1)
     code, _, err = run("study", "7.5b", *flags, "--set", "hidden=largest")
     assert code == BAD_INPUT and "--set has the largest layers and hidden. Name one" in err
