@@ -48,7 +48,6 @@ ROUNDS, STEPS = 8, 3  # STEPS of one program, then of the other, ROUNDS times
 TINY = _presets.Gpt(2, 64, 4, vocab=256, tokens=32)  # runs the cases without a GPU
 TINY_LLAMA = _presets.Llama(2, 64, 4, vocab=256, tokens=32, kv_heads=2, inner=128)
 MODELS = {
-    "tiny": (TINY, 2),
     "124m": (_presets.preset("124m"), 32),
     "1.5b": (_presets.preset("1.5b"), 8),
     "13b": (_presets.preset("13b"), 4),
@@ -147,7 +146,6 @@ def sixteen_bits():
 
 def measure_way(model, rows, of_state, of_step, is_scan):
     """Measures a way to train on all GPUs against annotations and against its forecast."""
-    model = dataclasses.replace(model, compute=sixteen_bits())
     if not is_scan:
         model = looped.Looped(**vars(model))
     batch = zerojax.shard_batch(random_batch(model, rows * jax.device_count()))
@@ -179,9 +177,12 @@ def measure_forecast(model, rows, program, plain=None):
     """Measures a program of ours against its forecast and, where memory has room, a plain one."""
     batch = random_batch(model, rows)
     mine = Running(program, model, batch)
+    born = stats("peak_bytes_in_use")
     report = zerojax.audit(mine.step, mine.state, batch)
     mine.turn()  # compiles
     peak = stats("peak_bytes_in_use")
+    # QLoRA's weights in float32, before their codes, take more than its step.
+    peak = None if peak == born and on_gpus() else round(peak / GIB, 3)
     others = [Running(plain, model, batch)] if plain else []
     for other in others:
         other.turn()
@@ -195,7 +196,7 @@ def measure_forecast(model, rows, program, plain=None):
         "step_ms": round(1e3 * seconds, 2),
         "modelled_ms": round(1e3 * report.step_seconds, 2) if report.step_seconds else None,
         "tokens_per_s": round(rows * model.tokens / seconds),
-        "peak_gib": round(peak / GIB, 3),
+        "peak_gib": peak,
         "forecast_peak_gib": round(report.memory.peak / GIB, 3),
         "host_gib": round((report.memory.on_host + report.memory.host_kept) / GIB, 3),
     }
@@ -334,8 +335,7 @@ def case(name, layers):
     if name in MORE:
         return more(name)
     if name in WAYS:
-        model = sized("124m")[0]
-        return measure_way(model, 8 if model is not TINY else 1, *WAYS[name])
+        return measure_way(sized("124m")[0], 8 if on_gpus() else 1, *WAYS[name])
     if name == "largest":
         return measure(with_layers(layers) if layers else TINY, 1, alone=True)
     return measure(*sized(name))
@@ -362,9 +362,9 @@ def more(name):
 
 def sized(name):
     """Returns a model and its rows; without a GPU, a tiny one."""
-    if on_gpus():
-        return MODELS[name]
-    return MODELS["tiny"] if name != "llama-8b" else (TINY_LLAMA, 2)
+    tiny = TINY_LLAMA if name == "llama-8b" else TINY
+    model, rows = MODELS[name] if on_gpus() else (tiny, 2)
+    return dataclasses.replace(model, compute=sixteen_bits()), rows
 
 
 def gpus_here():

@@ -64,4 +64,5 @@ def _steps(case):
 
 
 def _peaks(case):
-    return [f"{case[what]:.2f} GiB" for what in ("peak_gib", "forecast_peak_gib")]
+    peaks = case["peak_gib"], case["forecast_peak_gib"]
+    return ["—" if peak is None else f"{peak:.2f} GiB" for peak in peaks]
