@@ -12,7 +12,8 @@ there, and another brings the updates back. The momentum rests there. The number
 With the defaults on 8 devices, a step of data parallelism takes 5.2 GFLOP on each; all but 0.5 of
 them are Muon's. At stage 3, optax's own takes 1.2 and sends 62 MiB. By matrix a step takes 1.1 and
 sends 17.5 MiB, of which Adam would send 16.2. The validation loss ends below 2.4 nats per byte
-after 100 steps, on unseen text, in 2 minutes of one CPU core.
+after 100 steps, on unseen text, in 2 minutes of one CPU core. `--gram` multiplies smaller matrices:
+0.87 GFLOP for 1.08, and the same loss.
 """
 
 import argparse
@@ -41,6 +42,7 @@ parser.add_argument("--tokens", type=int, default=64, help="length of a training
 parser.add_argument("--batch", type=int, default=32, help="sequences per step, over all devices")
 parser.add_argument("--accumulate", type=int, default=1, help="microbatches per step")
 parser.add_argument("--lr", type=float, default=1e-2)
+parser.add_argument("--gram", action="store_true", help="iterate on Gram matrices: fewer FLOPs")
 parser.add_argument("--eval-every", type=int, default=50, help="steps")
 parser.add_argument("--compare", action="store_true", help="print costs, also of optax's Muon")
 
@@ -51,9 +53,35 @@ def is_stack(leaf):
     return leaf.ndim == 3  # (layers, in, out)
 
 
-def muon(lr):
-    """Returns an equivalent of `optax.contrib.muon` for stacks of layers, and Adam for others."""
-    parts = {"muon": by_matrix(optax.contrib.muon(lr)), "adam": optax.nadam(lr)}
+def orthogonalized(x, steps=5, a=3.4445, b=-4.775, c=2.0315):
+    """Runs Muon's iteration, x = (a + b g + c g²) x with g = x xᵀ, on the smaller Gram matrix g.
+
+    Each step is a polynomial of g, so x itself is multiplied once, at the end. Use float32.
+    """
+    if len(x) > len(x.T):
+        return orthogonalized(x.T).T
+    x = x / (jnp.linalg.norm(x) + 1e-8)
+    g, product = x @ x.T, jnp.eye(len(x))
+    for _ in range(steps):
+        step = a * jnp.eye(len(x)) + b * g + c * g @ g
+        g, product = step @ g @ step, step @ product
+    return product @ x
+
+
+def gram_muon(lr):
+    """Returns Muon with that iteration, for one matrix."""
+    wide = lambda x: orthogonalized(x) * max(1, x.shape[1] / x.shape[0]) ** 0.5
+    return optax.chain(
+        optax.trace(0.95, nesterov=True),
+        optax.stateless_with_tree_map(lambda x, _: wide(x)),
+        optax.scale_by_learning_rate(lr),
+    )
+
+
+def muon(lr, gram=False):
+    """Returns Muon for stacks of layers, and Adam for others."""
+    one = gram_muon(lr) if gram else optax.contrib.muon(lr)
+    parts = {"muon": by_matrix(one), "adam": optax.nadam(lr)}
     labels = lambda tree: jax.tree.map(lambda leaf: "muon" if is_stack(leaf) else "adam", tree)
     return optax.partition(parts, labels)
 
@@ -92,6 +120,7 @@ def compare(args, model, loss_fn, mesh):
         ("Muon, data parallel", optax_muon(args.lr), 0),
         ("Muon, stage 3", optax_muon(args.lr), 3),
         ("Muon by matrix, stage 3", muon(args.lr), 3),
+        ("... on Gram matrices", muon(args.lr, gram=True), 3),
     )
     zerojax.run.log("a step on each device      GFLOP  sent, MiB")
     for name, tx, stage in rows:
@@ -113,7 +142,7 @@ def main():
     if args.compare:
         compare(args, model, loss_fn, mesh)
     schedule = optax.warmup_cosine_decay_schedule(0, args.lr, 10, max(args.steps, 11))
-    make_state = state_maker(model, muon(schedule))
+    make_state = state_maker(model, muon(schedule, args.gram))
     state = zerojax.shard_train_state(make_state, stage=args.stage, mesh=mesh)
     step = zerojax.train_step(loss_fn, accumulate=args.accumulate)
     eval_step = zerojax.eval_step(loss_fn)

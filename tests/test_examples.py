@@ -552,6 +552,7 @@ FULL = {  # figures, the last of its kind each, and between what they are
     },
     "cyclic": {r"(\d+\.\d+)% of unseen": (97, 100), r"sends (\d+\.\d+) MiB": (13.9, 14.1)},
     "muon": {LOSS: (0, 2.4)},
+    "muon --gram": {LOSS: (0, 2.4)},
     "qlora": {r"step 1: loss (\d\.\d+)": (0.9, 1.3), r"step 60: loss (\d\.\d+)": (0, 0.36)},
     "muon --compare --steps 0": {  # GFLOP and MiB
         r"Adam, stage 3 +(\d\.\d+) ": (0.45, 0.49),
@@ -559,6 +560,7 @@ FULL = {  # figures, the last of its kind each, and between what they are
         r"Muon, stage 3 .* (\d+\.\d+) \(": (59.0, 65.2),
         r"Muon by matrix, stage 3 +(\d\.\d+) ": (1.04, 1.14),
         r"Muon by matrix, stage 3 .* (\d+\.\d+) \(": (17.3, 17.7),
+        r"on Gram matrices +(\d\.\d+) ": (0.84, 0.9),
     },
     "fp8": {r"(\d+\.\d+)% of unseen": (88, 100)},
     "fp8 --by qwix": {r"(\d+\.\d+)% of unseen": (88, 100)},
