@@ -195,6 +195,21 @@ def test_a_rule_that_clips_the_gradient_of_a_part_is_named(key):
     assert verified(rows, X, *key).ok and verified(loss, X, *key, whole_batch=False).ok
 
 
+def test_a_rule_in_a_loss_that_rounds_to_16_bits_is_not_blamed():
+    """The gradient of the bias is a sum over rows, in bfloat16."""
+    rule = jax.custom_vjp(lambda y: y)
+    rule.defvjp(lambda y: (y, None), lambda _, by: (by,))
+
+    def loss(params, x):
+        x, w, b = (v.astype(jnp.bfloat16) for v in (x, params["w"], params["b"]))
+        return jnp.mean(((rule(x @ w + b) @ w.T).astype(jnp.float32) - 1) ** 2)
+
+    x = np.random.default_rng(0).normal(size=(64, 32, 24)).astype(np.float32)
+    state = placed(W | {"b": np.zeros(16, np.float32)}, devices=8)
+    report = verified(loss, x, state=state)
+    assert report.ok, str(report)
+
+
 STATS = {"batch_stats": {"mean": np.zeros(16, np.float32)}}
 
 
