@@ -171,9 +171,74 @@ def test_a_model_is_born_sharded_and_forecast():
     assert shapes.opt_state["momentum"]["model/up/kernel"].shape == (16, 64)
 
 
+class Noise(layers.Layer):
+    """Draws random numbers in `evaluate` and `predict`, too, as of a VAE."""
+
+    def build(self, _):
+        self.draws = keras.random.SeedGenerator(0, name="draws")
+
+    def call(self, x):
+        return x + keras.random.normal(keras.ops.shape(x), seed=self.draws)
+
+
+def test_batches_of_an_evaluation_draw_other_numbers():
+    one, sharded = both(lambda: compiled(Noise(name="noise")))
+    outputs = sharded.predict(np.zeros((64, 16)), batch_size=32, verbose=0)
+    assert np.all(np.any(outputs[:32] != outputs[32:], axis=1))
+    losses = [sharded.evaluate(X[:32], Y[:32], verbose=0) for _ in range(2)]
+    assert losses[0] != losses[1]
+    one.predict(np.zeros((64, 16)), batch_size=32, verbose=0)
+    one.evaluate(X[:32], Y[:32], verbose=0), one.evaluate(X[:32], Y[:32], verbose=0)
+    states = [model.get_layer("noise").draws.state.numpy() for model in (one, sharded)]
+    np.testing.assert_array_equal(*states)
+
+
+class Measures(keras.Sequential):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        return logs | {"spread": keras.ops.std(y_pred)}
+
+
+def test_metrics_of_ones_own_see_the_outputs():
+    def make():
+        keras.utils.set_random_seed(0)
+        model = Measures(dense(layers.Dense(8)), name="model")
+        model.compile("adam", "mse")
+        return model
+
+    want, have = (model.train_on_batch(X, Y, return_dict=True) for model in both(make))
+    assert_close(have, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_weights_that_freeze_or_thaw_after_shard_are_refused(trainable):
+    model = compiled()
+    model.get_layer("up").trainable = not trainable
+    model.compile("adam", "mse")
+    zerojax.keras.shard(model).fit(X[:8], Y[:8], verbose=0)
+    model.get_layer("up").trainable = trainable
+    with pytest.raises(ValueError, match=r"model.compile and zerojax.keras.shard again"):
+        model.fit(X[:8], Y[:8], verbose=0)
+    model.compile("adam", "mse")
+    before = model.get_layer("up").kernel.numpy()
+    zerojax.keras.shard(model).fit(X[:8], Y[:8], verbose=0)
+    assert np.array_equal(model.get_layer("up").kernel.numpy(), before) != trainable
+
+
 class Trains(keras.Model):
     def train_step(self, state, data):
         return {}, state
+
+
+class Predicts(keras.Sequential):
+    def predict_step(self, state, data):
+        return super().predict_step(state, data)
+
+
+def with_step():
+    model = Predicts(dense(layers.Dense(8)), name="model")
+    model.compile("adam", "mse")
+    return model
 
 
 @pytest.mark.slow  # `make foreign` installs KerasHub
@@ -215,6 +280,11 @@ REFUSED = {
         lambda: compiled(loss=keras.losses.MeanSquaredError(reduction="sum")),
         "reduction='sum_over_batch_size'",
     ),
+    "over all rows": (
+        lambda: compiled(loss=keras.losses.Dice()),
+        r"loss Dice over all rows.*Dice\(axis=\(1, 2, 3\)\)",
+    ),
+    "with a predict_step": (with_step, "has a predict_step .*Override compute_loss"),
     "not compiled": (lambda: keras.Sequential(dense()), "First call model.compile"),
     "eager": (lambda: compiled(run_eagerly=True), "run_eagerly=True. Leave it out"),
     "not built": (lambda: keras.Sequential(dense()[1:]), "is not built. Call model.build"),

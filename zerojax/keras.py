@@ -66,6 +66,7 @@ class _KerasParts:
 
     def __init__(self, model: PyTree) -> None:
         self.model, others = model, model.non_trainable_variables
+        self.trained = model.trainable_variables
         # Frozen weights, such as LoRA leaves, are parameters without gradients. Those of one
         # dimension may be statistics, and are small.
         frozen = [v for v in others if v.ndim > 1 and jnp.issubdtype(v.dtype, jnp.floating)]
@@ -121,20 +122,27 @@ def _checked(model: PyTree) -> _KerasParts:
             f"that makes one, not a {type(model).__name__}."
         )
     losses = keras.tree.flatten(model.loss) if model.compiled else []
+    whole = [x for x in losses if getattr(x, "axis", 0) is None]
+    whole += [x for x in losses if isinstance(x, keras.losses.Circle)]
+    over = ", ".join(type(loss).__name__ for loss in whole)
     reductions = {str(getattr(loss, "reduction", "")) for loss in losses}
     sums = ", ".join(sorted(reductions & {"sum", "mean_with_sample_weight"}))
     optimizer = model.optimizer if model.compiled else None
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    own = type(model).train_step is not keras.Model.train_step
+    steps = ("train_step", "test_step", "predict_step")
+    own = ", ".join(s for s in steps if getattr(type(model), s) is not getattr(keras.Model, s))
     is_eager = getattr(model, "run_eagerly", False)
     for is_wrong, why in (
         (keras.backend.backend() != "jax", "runs without JAX: set KERAS_BACKEND=jax first"),
         (jax.process_count() > 1, "runs in one process. In several, use zerojax.train_step"),
         (not model.variables, "is not built. Call model.build(input_shape), or add an Input"),
         (not model.compiled, "is not compiled. First call model.compile(optimizer, loss)"),
-        (own, "has a train_step of its own, which fit would skip. Override compute_loss instead"),
+        (own, f"has a {own} of its own, which zerojax would skip. Override compute_loss, "
+         "compute_metrics or call instead"),
         (is_eager, "is compiled with run_eagerly=True. Leave it out"),
         (scales, "scales its loss in float16. Use the policy mixed_bfloat16"),
+        (over, f"has the loss {over} over all rows, which differs on parts of a batch. Use a loss "
+         "of each row, such as Dice(axis=(1, 2, 3))"),
         (sums, f"has a loss with reduction={sums!r}, which differs on parts of a batch. Use "
          "reduction='sum_over_batch_size'"),
     ):  # fmt: skip
@@ -158,6 +166,7 @@ def _loss(parts: _KerasParts, training: bool | None = True) -> Callable[..., PyT
             masks.append(mask)  # Keras passes the one that x carries
             return x
 
+    reads_outputs = type(model).compute_metrics is not keras.Model.compute_metrics
     mode = {"training": False} if "training" in inspect.signature(model.call).parameters else {}
 
     def loss(params: PyTree, batch: PyTree, rng: PyTree, variables: PyTree) -> PyTree:
@@ -171,12 +180,17 @@ def _loss(parts: _KerasParts, training: bool | None = True) -> Callable[..., PyT
         others = model.non_trainable_variables
         lists = [[values[id(v)] for v in of] for of in (model.trainable_variables, others)]
         if training is None:
-            return jnp.zeros(()), {"y_pred": model.stateless_call(*lists, batch[0], **mode)[0]}
-        zeros = [jnp.zeros(v.shape, v.dtype) for v in model.metrics_variables]
-        scaled, (mean, y_pred, new, added) = model.compute_loss_and_updates(
-            *lists, zeros, *batch, training=training, optimizer_variables=()
-        )
-        jax.tree.map(Masks(), y_pred)
+            y_pred, new = model.stateless_call(*lists, batch[0], **mode)
+            scaled, aux = jnp.zeros(()), {"y_pred": y_pred}
+        else:
+            zeros = [jnp.zeros(v.shape, v.dtype) for v in model.metrics_variables]
+            scaled, (mean, y_pred, new, added) = model.compute_loss_and_updates(
+                *lists, zeros, *batch, training=training, optimizer_variables=()
+            )
+            jax.tree.map(Masks(), y_pred)
+            aux = {"mean": mean, "added": added}
+            if reads_outputs or len(model.metrics) > 1:  # logits fill memory
+                aux["y_pred"] = y_pred
         if any(mask is not None for mask in masks):
             raise ValueError(
                 f"the outputs of {model.name!r} have a mask, which each device would count by "
@@ -192,9 +206,7 @@ def _loss(parts: _KerasParts, training: bool | None = True) -> Callable[..., PyT
                     "zerojax takes such variables of two or more dimensions for frozen weights."
                 )
         fields = parts.state(values | _by_id(others, new)).variables
-        aux = {"variables": {k: moved(k, v, -drawn) for k, v in fields.items()}}
-        outputs = {"y_pred": y_pred} if len(model.metrics) > 1 else {}  # logits fill memory
-        return scaled, aux | {"mean": mean, "added": added} | outputs
+        return scaled, aux | {"variables": {k: moved(k, v, -drawn) for k, v in fields.items()}}
 
     return loss
 
@@ -238,15 +250,25 @@ class _Function:
         values = {} if len(lists) == 4 else {id(v): v.value for v in model.optimizer.variables}
         for variables, each in zip(of, lists, strict=True):
             values |= _by_id(variables, each)
+        if len(lists) == 4 and list(map(id, of[0])) != list(map(id, self.parts.trained)):
+            for variable in itertools.chain(*of):
+                variable.assign(values[id(variable)])  # Keras has taken it
+            raise ValueError(
+                f"variables of {model.name!r} became trainable or frozen after shard. Call "
+                "model.compile and zerojax.keras.shard again."
+            )
         for data in itertools.islice(batches, model.steps_per_execution):
             batch = keras.utils.unpack_x_y_sample_weight(data)
             ways = self.plan._splits.ways
             is_odd = len(jax.tree.leaves(batch[0])[0]) % ways > 0
-            result = self.steps[is_odd](self.state(values), batch, self.key)
+            state = self.state(values)
+            result = self.steps[is_odd](state, batch, self.key)
             if len(lists) == 4:
                 state, result = result
-                values |= self.parts.values(vars(state))
-            aux = result["aux"]
+            else:  # some layers draw random numbers here, too
+                state = dataclasses.replace(state, variables=result["aux"].pop("variables"))
+            new, aux = self.parts.values(vars(state)), result["aux"]
+            values |= {k: value for k, value in new.items() if value is not None}
             if len(lists) > 2:
                 metrics = [values[id(v)] for v in model.metrics_variables]
                 logs, metrics = self.tracked(metrics, aux, 1 if is_odd else ways, *batch)
