@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array, lax
 from jax.sharding import PartitionSpec
@@ -84,8 +83,8 @@ def by_matrix(tx: optax.GradientTransformation, dims: int = 2) -> optax.Gradient
         for name, places in _groups(params, dims).items():
             grads, old = (_stacked(leaves, places, dims) for leaves in (new, weights))
             done, stacks[name] = _by_owners(tx.update, grads, state.stacks[name], old)
-            ends = np.cumsum([weights[k].size for k in places]) // old[0].size
-            for k, part in zip(places, jnp.split(done, ends[:-1]), strict=True):
+            counts = [weights[k].size // old[0].size for k in places]
+            for k, part in zip(places, lax.split(done, counts), strict=True):
                 new[k] = part.reshape(weights[k].shape)
         return treedef.unflatten(new), MatrixState(stacks)
 
