@@ -277,7 +277,7 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
         if case.unread:
             raise ValueError(case.unread)
         examples = rows * case.count // case.share
-        return dataclasses.replace(case, examples=examples, report=None)
+        return dataclasses.replace(case, examples=examples, report=None, size=sum(number))
 
     def cell(name: str, gpus: str, stage: int, rows: int | str) -> Case:
         """Returns a case, with the reason why it has no numbers if it has none."""
@@ -347,8 +347,7 @@ def largest(case_of: Callable[[int], Case], steps: Sequence[int], least: int = 0
     fits, fails, at = -1, len(steps), FIRST - 1
     while fails - fits > 1:
         at = min(max(at, fits + 1), fails - 1)
-        case = case_of(steps[at] * (least or 1))
-        tried[steps[at]] = case if least else dataclasses.replace(case, size=steps[at])
+        case = tried[steps[at]] = case_of(steps[at] * (least or 1))
         fits, fails = (at, fails) if case.fits else (fits, at)
         at = bisect.bisect_right(steps, _filling(tried, bool(least))) - 1
     return tried[steps[max(fits, 0)]]
