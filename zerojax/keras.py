@@ -13,12 +13,10 @@ returns the arguments of `zerojax.verify`, `audit` and `forecast`.
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -38,27 +36,32 @@ from zerojax._types import PyTree
 
 SEED = "seed_generator_state"  # Keras's name of what its random layers draw from
 KERAS_FIELDS = ("variables",)  # the field of a state that a call of the model updates
+# How many lists of variables Keras passes in each mode: of weights, others, the optimizer, metrics.
+FIT, EVALUATE, PREDICT = 4, 3, 2
 
 
-@struct.dataclass
-class _KerasState:
+def _keras() -> PyTree:
+    return import_module("keras")  # late: it reads KERAS_BACKEND
+
+
+class _KerasState(struct.PyTreeNode):
     """The values of a model and its optimizer, by the paths of their variables."""
 
     params: dict[str, PyTree]
     opt_state: dict[str, dict[str, PyTree]]
     variables: dict[str, PyTree]
-    # Weak: zerojax computes what it finds in static fields, and variables may still be tracers.
-    of: "weakref.ref[_KerasParts]" = struct.field(pytree_node=False)
+    # A weak reference to a _KerasParts, whose variables may still be tracers: zerojax computes what
+    # it finds in static fields.
+    of: PyTree = struct.field(pytree_node=False)
 
     def apply_gradients(self, *, grads: dict[str, PyTree], **fields: PyTree) -> "_KerasState":
         """Returns the state after the update of Keras's optimizer, with what it has computed."""
-        parts = cast(_KerasParts, self.of())
-        optimizer, trained = parts.model.optimizer, parts.model.trainable_variables
-        old, new = parts.values(vars(self)), parts.values(vars(self) | {"params": grads})
-        slots, params = ([old[id(v)] for v in of] for of in (optimizer.variables, trained))
-        params, slots = optimizer.stateless_apply(slots, [new[id(v)] for v in trained], params)
-        new = _by_id(trained, params) | _by_id(optimizer.variables, slots)
-        return dataclasses.replace(parts.state(old | new), **fields)
+        parts = self.of()
+        known = zip(*map(jax.tree.leaves, (parts.variables, self)), strict=True)
+        with _keras().StatelessScope(list(known)) as scope:
+            gradients = parts.values(self.replace(params=grads))
+            parts.model.optimizer.apply(_of(parts.model.trainable_variables, gradients))
+        return jax.tree.map(scope.get_current_value, parts.variables).replace(**fields)
 
 
 class _KerasParts:
@@ -67,27 +70,32 @@ class _KerasParts:
     def __init__(self, model: PyTree) -> None:
         self.model, others = model, model.non_trainable_variables
         self.trained = model.trainable_variables
-        # Frozen weights, such as LoRA leaves, are parameters without gradients. Those of one
-        # dimension may be statistics, and are small.
-        frozen = [v for v in others if v.ndim > 1 and jnp.issubdtype(v.dtype, jnp.floating)]
-        self.frozen = set(map(id, frozen))
-        params = _by_path([*model.trainable_variables, *frozen])
-        opt_state = _slots(model.optimizer.variables, params)
-        variables = _by_path([v for v in others if id(v) not in self.frozen])
-        self.tree = {"params": params, "opt_state": opt_state, "variables": variables}
+        params = _by_path([*model.trainable_variables, *filter(_is_frozen, others)])
+        variables = _by_path([v for v in others if not _is_frozen(v)])
+        slots = _slots(model.optimizer.variables, params)
+        self.variables = _KerasState(params, slots, variables, weakref.ref(self))
 
     def state(self, values: dict[int, PyTree]) -> _KerasState:
-        fields = jax.tree.map(lambda v: values.get(id(v)), self.tree)
-        return _KerasState(**fields, of=weakref.ref(self))
+        return jax.tree.map(lambda v: values[id(v)], self.variables)
 
-    def values(self, fields: dict[str, PyTree]) -> dict[int, PyTree]:
-        """Returns the values in a state's fields, by the identities of their variables."""
-        variables, treedef = jax.tree.flatten(self.tree)
-        return _by_id(variables, treedef.flatten_up_to({k: fields[k] for k in self.tree}))
+    def values(self, state: _KerasState) -> dict[int, PyTree]:
+        """Returns the values in a state, by the identities of their variables."""
+        variables, treedef = jax.tree.flatten(self.variables)
+        return _by_id(variables, treedef.flatten_up_to(state))
 
 
 def _by_id(variables: Sequence[PyTree], values: Sequence[PyTree]) -> dict[int, PyTree]:
     return dict(zip(map(id, variables), values, strict=True))
+
+
+def _of(variables: Sequence[PyTree], values: dict[int, PyTree]) -> list[PyTree]:
+    return [values[id(v)] for v in variables]
+
+
+def _is_frozen(variable: PyTree) -> bool:
+    """Whether an untrained variable is a weight, such as LoRA leaves: a parameter without gradient.
+    Those of one dimension may be statistics, and are small."""
+    return variable.ndim > 1 and jnp.issubdtype(variable.dtype, jnp.floating)
 
 
 def _by_path(variables: Sequence[PyTree]) -> dict[str, PyTree]:
@@ -114,24 +122,21 @@ def _slots(variables: Sequence[PyTree], params: dict[str, PyTree]) -> dict[str, 
 
 def _checked(model: PyTree) -> _KerasParts:
     """Returns the variables of a model; raises where a step would train it otherwise than Keras."""
-    keras = import_module("keras")
-
+    keras = _keras()
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"zerojax.keras takes a keras.Model that is compiled, or a function without arguments "
             f"that makes one, not a {type(model).__name__}."
         )
-    losses = keras.tree.flatten(model.loss) if model.compiled else []
+    losses = keras.tree.flatten(getattr(model, "loss", None))
     whole = [x for x in losses if getattr(x, "axis", 0) is None]
     whole += [x for x in losses if isinstance(x, keras.losses.Circle)]
     over = ", ".join(type(loss).__name__ for loss in whole)
     reductions = {str(getattr(loss, "reduction", "")) for loss in losses}
     sums = ", ".join(sorted(reductions & {"sum", "mean_with_sample_weight"}))
-    optimizer = model.optimizer if model.compiled else None
-    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    scales = isinstance(getattr(model, "optimizer", None), keras.optimizers.LossScaleOptimizer)
     steps = ("train_step", "test_step", "predict_step")
     own = ", ".join(s for s in steps if getattr(type(model), s) is not getattr(keras.Model, s))
-    is_eager = getattr(model, "run_eagerly", False)
     for is_wrong, why in (
         (keras.backend.backend() != "jax", "runs without JAX: set KERAS_BACKEND=jax first"),
         (jax.process_count() > 1, "runs in one process. In several, use zerojax.train_step"),
@@ -139,7 +144,7 @@ def _checked(model: PyTree) -> _KerasParts:
         (not model.compiled, "is not compiled. First call model.compile(optimizer, loss)"),
         (own, f"has a {own} of its own, which zerojax would skip. Override compute_loss, "
          "compute_metrics or call instead"),
-        (is_eager, "is compiled with run_eagerly=True. Leave it out"),
+        (getattr(model, "run_eagerly", False), "is compiled with run_eagerly=True. Leave it out"),
         (scales, "scales its loss in float16. Use the policy mixed_bfloat16"),
         (over, f"has the loss {over} over all rows, which differs on parts of a batch. Use a loss "
          "of each row, such as Dice(axis=(1, 2, 3))"),
@@ -153,39 +158,32 @@ def _checked(model: PyTree) -> _KerasParts:
     return _KerasParts(model)
 
 
-def _loss(parts: _KerasParts, training: bool | None = True) -> Callable[..., PyTree]:
+def _loss(parts: _KerasParts, mode: int) -> Callable[..., PyTree]:
     """Returns the loss of a model on one device's part of a batch, as a function."""
-    keras = import_module("keras")
-
     model, masks = parts.model, []
 
-    class Masks(keras.layers.Layer):
+    class Masks(_keras().layers.Layer):
         supports_masking = True
 
         def call(self, x: PyTree, mask: PyTree = None) -> PyTree:
             masks.append(mask)  # Keras passes the one that x carries
             return x
 
-    reads_outputs = type(model).compute_metrics is not keras.Model.compute_metrics
-    mode = {"training": False} if "training" in inspect.signature(model.call).parameters else {}
+    reads_outputs = type(model).compute_metrics is not _keras().Model.compute_metrics
 
     def loss(params: PyTree, batch: PyTree, rng: PyTree, variables: PyTree) -> PyTree:
         drawn = jax.random.bits(rng, (), jnp.uint32)  # another one on each device
-
-        def moved(name: str, value: PyTree, by: jax.Array) -> PyTree:
-            return value if value is None or SEED not in name else value.at[0].add(by)
-
-        variables = {k: moved(k, v, drawn) for k, v in variables.items()}
-        values = parts.values(parts.tree | {"params": params, "variables": variables})
+        variables = _moved(variables, drawn)
+        values = parts.values(parts.variables.replace(params=params, variables=variables))
         others = model.non_trainable_variables
-        lists = [[values[id(v)] for v in of] for of in (model.trainable_variables, others)]
-        if training is None:
-            y_pred, new = model.stateless_call(*lists, batch[0], **mode)
+        weights, old = _of(model.trainable_variables, values), _of(others, values)
+        if mode == PREDICT:
+            y_pred, new = model.predict_step((weights, old), batch)
             scaled, aux = jnp.zeros(()), {"y_pred": y_pred}
         else:
             zeros = [jnp.zeros(v.shape, v.dtype) for v in model.metrics_variables]
             scaled, (mean, y_pred, new, added) = model.compute_loss_and_updates(
-                *lists, zeros, *batch, training=training, optimizer_variables=()
+                weights, old, zeros, *batch, training=mode == FIT, optimizer_variables=()
             )
             jax.tree.map(Masks(), y_pred)
             aux = {"mean": mean, "added": added}
@@ -197,60 +195,55 @@ def _loss(parts: _KerasParts, training: bool | None = True) -> Callable[..., PyT
                 "itself. Pass it as sample_weight=, and end it in the model: by a last layer that "
                 "returns None from compute_mask."
             )
-        # None: unchanged. A mean over the devices may round it.
-        new = [None if x is before else x for x, before in zip(new, lists[1], strict=True)]
-        for v, value in zip(others, new, strict=True):
-            if id(v) in parts.frozen and value is not None:
+        for v, before, after in zip(others, old, new, strict=True):
+            if after is not before and _is_frozen(v):
                 raise ValueError(
                     f"{v.path} {v.shape} is not trainable, and the model updates it in a call. "
                     "zerojax takes such variables of two or more dimensions for frozen weights."
                 )
-        fields = parts.state(values | _by_id(others, new)).variables
-        return scaled, aux | {"variables": {k: moved(k, v, -drawn) for k, v in fields.items()}}
+            # None: unchanged. A mean over the devices may round it.
+            values[id(v)] = None if after is before else after
+        return scaled, aux | {"variables": _moved(parts.state(values).variables, -drawn)}
 
     return loss
 
 
+def _moved(variables: dict[str, PyTree], by: jax.Array) -> dict[str, PyTree]:
+    """Returns variables with other seeds, but for None."""
+    seeds = {k: v.at[0].add(by) for k, v in variables.items() if SEED in k and v is not None}
+    return variables | seeds
+
+
 class _Function:
-    """What `fit`, `evaluate` or `predict` calls in place of Keras's own function:
+    """What `fit`, `evaluate` and `predict` call in place of Keras's own functions:
     `(values of the variables, batches) -> (logs or outputs, values)`."""
 
-    def __init__(self, parts: _KerasParts, plan: Plan, make: Callable[..., Step]) -> None:
-        # The devices may not divide a last batch. Each of them then computes all of it.
-        self.steps = [make(), make(batch_specs=PartitionSpec())]
-        self.parts, self.plan, self.key = parts, plan, jax.random.key(0)
-        self.tracked = jax.jit(self._tracked)
+    def __init__(self, parts: _KerasParts, plan: Plan, schedule: Schedule) -> None:
+        self.parts, self.plan, self.ways = parts, plan, plan._splits.ways
+        self.key, self.tracked, self.steps = jax.random.key(0), jax.jit(self._tracked), {}
+        train = functools.partial(train_step, schedule=schedule)
+        for mode, make in ((FIT, train), (EVALUATE, eval_step), (PREDICT, eval_step)):
+            make = functools.partial(make, _loss(parts, mode), plan=plan, mutable=KERAS_FIELDS)
+            # The devices may not divide a last batch. Each of them then computes all of it.
+            self.steps[mode] = {1: make(batch_specs=PartitionSpec()), self.ways: make()}
 
-    def _tracked(self, metrics: list, aux: PyTree, ways: int, x: PyTree, *others: PyTree) -> PyTree:
+    def _tracked(self, metrics: list, aux: PyTree, ways: int, batch: tuple) -> PyTree:
         """Returns the logs of a whole batch, and the metrics that have seen it."""
-        keras = import_module("keras")
-
-        model, rows = self.parts.model, len(jax.tree.leaves(x)[0])
-        now = [old + ways * new for old, new in zip(metrics, aux["added"], strict=True)]
-        known = list(zip(model.metrics_variables, now, strict=True))
-        with keras.StatelessScope(known) as scope:
-            model.metrics[0].update_state(aux["mean"], sample_weight=rows)
-            y, weight = others
+        model, (x, y, weight) = self.parts.model, batch
+        seen = zip(model.metrics_variables, metrics, aux["added"], strict=True)
+        with _keras().StatelessScope([(v, old + ways * new) for v, old, new in seen]) as scope:
+            model.metrics[0].update_state(aux["mean"], sample_weight=len(jax.tree.leaves(x)[0]))
             logs = model.compute_metrics(x, y, aux.get("y_pred"), weight)
         return logs, [scope.get_current_value(v) for v in model.metrics_variables]
 
-    def state(self, values: dict[int, PyTree]) -> _KerasState:
-        """Returns a state in its places: callbacks assign to variables, to learning rates say."""
-        leaves, treedef = jax.tree.flatten(self.parts.state(values))
-        back = self.plan._brought_back(leaves)
-        return treedef.unflatten([back.get(at, leaf) for at, leaf in enumerate(leaves)])
-
     def __call__(self, lists: Sequence[list], batches: Iterator) -> tuple[PyTree, tuple]:
-        keras = import_module("keras")
-
-        model, results = self.parts.model, []
+        model, mode, results = self.parts.model, len(lists), []
+        slots, metrics = model.optimizer.variables, model.metrics_variables
         of = [model.trainable_variables, model.non_trainable_variables]
-        of += [model.optimizer.variables] * (len(lists) == 4)  # of `fit`
-        of += [model.metrics_variables] * (len(lists) > 2)  # of `fit` and `evaluate`
-        values = {} if len(lists) == 4 else {id(v): v.value for v in model.optimizer.variables}
-        for variables, each in zip(of, lists, strict=True):
-            values |= _by_id(variables, each)
-        if len(lists) == 4 and list(map(id, of[0])) != list(map(id, self.parts.trained)):
+        of += {FIT: [slots, metrics], EVALUATE: [metrics], PREDICT: []}[mode]
+        values = {id(v): v.value for v in slots if mode != FIT}
+        values |= _by_id([*itertools.chain(*of)], [*itertools.chain(*lists)])
+        if mode == FIT and list(map(id, of[0])) != list(map(id, self.parts.trained)):
             for variable in itertools.chain(*of):
                 variable.assign(values[id(variable)])  # Keras has taken it
             raise ValueError(
@@ -258,28 +251,27 @@ class _Function:
                 "model.compile and zerojax.keras.shard again."
             )
         for data in itertools.islice(batches, model.steps_per_execution):
-            batch = keras.utils.unpack_x_y_sample_weight(data)
-            ways = self.plan._splits.ways
-            is_odd = len(jax.tree.leaves(batch[0])[0]) % ways > 0
-            state = self.state(values)
-            result = self.steps[is_odd](state, batch, self.key)
-            if len(lists) == 4:
+            batch = _keras().utils.unpack_x_y_sample_weight(data)
+            ways = 1 if len(jax.tree.leaves(batch[0])[0]) % self.ways else self.ways
+            # Callbacks assign to variables, such as learning rates.
+            state = self.plan._brought_back(self.parts.state(values))
+            result = self.steps[mode][ways](state, batch, self.key)
+            if mode == FIT:
                 state, result = result
             else:  # some layers draw random numbers here, too
-                state = dataclasses.replace(state, variables=result["aux"].pop("variables"))
-            new, aux = self.parts.values(vars(state)), result["aux"]
+                state = state.replace(variables=result["aux"].pop("variables"))
+            new, aux = self.parts.values(state), result["aux"]
             values |= {k: value for k, value in new.items() if value is not None}
-            if len(lists) > 2:
-                metrics = [values[id(v)] for v in model.metrics_variables]
-                logs, metrics = self.tracked(metrics, aux, 1 if is_odd else ways, *batch)
-                values |= _by_id(model.metrics_variables, metrics)
-            results.append(aux["y_pred"] if len(lists) == 2 else logs)
+            output = aux.get("y_pred")
+            if mode != PREDICT:
+                output, new = self.tracked(_of(metrics, values), aux, ways, batch)
+                values |= _by_id(metrics, new)
+            results.append(output)
         if not results:
             raise StopIteration
-        lists = tuple([values[id(v)] for v in variables] for variables in of)
-        if len(lists) > 2:
-            return results[-1], lists
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *results), lists
+        if mode == PREDICT:
+            results = [jax.tree.map(lambda *parts: np.concatenate(parts), *results)]
+        return results[-1], tuple(_of(variables, values) for variables in of)
 
 
 def _apart(model: PyTree) -> tuple[_KerasParts, PyTree]:
@@ -287,27 +279,24 @@ def _apart(model: PyTree) -> tuple[_KerasParts, PyTree]:
     makes the model."""
     if not callable(model) or hasattr(model, "variables"):
         parts = _checked(model)
-        return parts, parts.state({id(v): v.value for v in jax.tree.leaves(parts.tree)})
+        return parts, jax.tree.map(lambda v: v.value, parts.variables)
     traced = []
 
-    def arrays() -> tuple[list[PyTree], list[PyTree]]:
+    def arrays() -> list[PyTree]:
         parts = _checked(model())
-        values = [v.value for v in jax.tree.leaves(parts.tree)]
-        others = {id(x): x for x in _patches.tracers_in(parts.model)}
-        for value in values:
-            others.pop(id(value), None)
+        values = [v.value for v in jax.tree.leaves(parts.variables)]
+        known = set(map(id, values))
+        others = [x for x in _patches.tracers_in(parts.model) if id(x) not in known]
         traced.extend((parts, others))
-        return values, [*others.values()]
+        return [*others, *values]
 
     run = jaxpr_as_fun(jax.make_jaxpr(arrays)())  # Keras names layers otherwise in a next call
     parts, others = traced
-    variables = jax.tree.leaves(parts.tree)
-    if others:  # constants of layers, and metrics: XLA leaves out the rest
-        known = dict(zip(others, jax.jit(lambda: run()[len(variables) :])(), strict=True))
-        _patches.replaced(parts.model, lambda tracer: known.get(id(tracer), tracer))
-    return parts, lambda: parts.state(
-        _by_id(variables, [*map(jnp.asarray, run()[: len(variables)])])
-    )
+    # Constants of layers, and metrics. XLA leaves out the rest.
+    known = _by_id(others, jax.jit(lambda: run()[: len(others)])())
+    _patches.replaced(parts.model, lambda tracer: known.get(id(tracer), tracer))
+    treedef = jax.tree.structure(parts.variables)
+    return parts, lambda: treedef.unflatten(map(jnp.asarray, run()[len(others) :]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,18 +327,11 @@ def shard(model: PyTree, options: _KerasOptions) -> PyTree:
     parts, source = _apart(model)
     planned = {f.name: getattr(options, f.name) for f in dataclasses.fields(PlanOptions)}
     plan = _planner.plan(source, **planned)
-    values = parts.values(vars(plan.place(source)))
-    for variable in jax.tree.leaves(parts.tree):
-        variable.assign(values[id(variable)])
-    model, named = parts.model, {"plan": plan, "mutable": KERAS_FIELDS}
-    train = functools.partial(train_step, _loss(parts), schedule=options.schedule, **named)
-    model.train_function = _Function(parts, plan, train)
-    model.test_function = _Function(
-        parts, plan, functools.partial(eval_step, _loss(parts, False), **named)
-    )
-    model.predict_function = _Function(
-        parts, plan, functools.partial(eval_step, _loss(parts, None), **named)
-    )
+    placed = jax.tree.leaves(plan.place(source))
+    for variable, value in zip(jax.tree.leaves(parts.variables), placed, strict=True):
+        variable.assign(value)
+    model, function = parts.model, _Function(parts, plan, options.schedule)
+    model.train_function = model.test_function = model.predict_function = function
     return model
 
 
@@ -363,16 +345,15 @@ def pure(model: PyTree, batch: tuple) -> tuple[Step, PyTree, tuple, jax.Array]:
         model: what `shard` has returned, or a function that makes a compiled model.
         batch: `(x, y)` or `(x, y, sample_weight)`, arrays or their shapes.
     """
-    keras = import_module("keras")
-
-    batch, key = keras.utils.unpack_x_y_sample_weight(batch), jax.random.key(0)
-    if isinstance(model, keras.Model):
+    batch, key = _keras().utils.unpack_x_y_sample_weight(batch), jax.random.key(0)
+    if isinstance(model, _keras().Model):
         function = model.train_function
         if not isinstance(function, _Function):
             raise ValueError(
                 f"{model.name!r} is not sharded. First call zerojax.keras.shard(model, stage=3)."
             )
-        variables = jax.tree.leaves(function.parts.tree)
-        return function.steps[0], function.state({id(v): v.value for v in variables}), batch, key
+        state = jax.tree.map(lambda v: v.value, function.parts.variables)
+        state = function.plan._brought_back(state)
+        return function.steps[FIT][function.ways], state, batch, key
     parts, source = _apart(model)
-    return train_step(_loss(parts), mutable=KERAS_FIELDS), source, batch, key
+    return train_step(_loss(parts, FIT), mutable=KERAS_FIELDS), source, batch, key

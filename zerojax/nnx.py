@@ -238,14 +238,12 @@ class ModelStep:
                 "optimizer, stage=3), with groups= and the like; do so again for a new optimizer "
                 "of a sharded model."
             )
-        leaves, treedef = jax.tree.flatten(placed)
         traced = any(issubclass(kind, Tracer) for kind in kinds_of(batch))  # inside `jax.jit`
-        if not traced and (back := plan._brought_back(leaves)):
-            leaves = [back.get(at, leaf) for at, leaf in enumerate(leaves)]
-            placed = treedef.unflatten(leaves)
-            update(model, optimizer, placed)
+        back = placed if traced else plan._brought_back(placed)
+        if back is not placed:
+            update(model, optimizer, back)
             # New variables may show logical values only now.
-            placed = self._structure.state(model, optimizer) if plan._pads_params else placed
+            placed = self._structure.state(model, optimizer) if plan._pads_params else back
         # A step returns replicated counts; from counts elsewhere, it would compile a second time.
         everywhere = NamedSharding(plan.mesh, PartitionSpec())
         for variable in _nnx_state.stream_variables(rng, nnx.RngState):

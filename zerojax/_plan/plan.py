@@ -93,22 +93,25 @@ class Plan(Layout):
         _padding.warn_of_padding(placed, self)
         return placed
 
-    def _brought_back(self, leaves: Sequence[PyTree]) -> dict[int, Array]:
-        """Returns, by position, arrays that a user has put in place of a state's, moved to where
-        the plan has them. Anywhere else, they would have `jax.jit` compile a step once more."""
+    def _brought_back(self, state: PyTree) -> PyTree:
+        """Returns a state with arrays that a user has put in place of others moved to where the
+        plan has them; the state itself, if there are none. Anywhere else, they would have `jax.jit`
+        compile a step once more."""
+        leaves, treedef = jax.tree.flatten(state)
         if len(leaves) != len(self.leaves):
-            return {}
+            return state
         pairs = enumerate(zip(leaves, self._shardings, strict=True))
         odd = [at for at, (x, place) in pairs if getattr(x, "sharding", None) != place]
         self._compare_new([leaves[at] for at in odd], [self.leaves[at] for at in odd])
-        found = {}
+        back = {}
         for at, value, leaf in ((at, leaves[at], self.leaves[at]) for at in odd):
             if not _move.is_elsewhere(value, self._shardings[at]):
                 continue
             if value.dtype == leaf.dtype and value.shape in (leaf.shape, leaf.padded_shape):
                 value = padded(value, leaf.padded_shape)
-                found[at] = _move.moved(value, self._shardings[at])
-        return found
+                back[at] = _move.moved(value, self._shardings[at])
+        new = [back.get(at, leaf) for at, leaf in enumerate(leaves)]
+        return treedef.unflatten(new) if back else state
 
     def _compare_new(
         self, leaves: Sequence[PyTree], planned: Sequence[LeafPlan] | None = None
