@@ -237,10 +237,8 @@ def _joined(rows: list[Row], place: int) -> list[Row]:
             for _, _, row in others:
                 del joined[row["leaf"]]
             if others:
-                sums = {
-                    name: (len(others) + 1) * first[name]
-                    for name in ("size", "per device", "count")
-                }
+                count = len(others) + 1
+                sums = {name: count * first[name] for name in ("size", "per device", "count")}
                 path = f"{{{number[0]}..{others[-1][1][0]}}}"
                 joined[first["leaf"]] = _renumbered(first, number, path) | sums
     return list(joined.values())
