@@ -181,6 +181,14 @@ class Noise(layers.Layer):
         return x + keras.random.normal(keras.ops.shape(x), seed=self.draws)
 
 
+def test_verify_compares_no_dropout_of_the_whole_batch():
+    """Keras makes its keys of numbers, so draws cannot be made alike."""
+    model = zerojax.keras.shard(compiled(layers.Dropout(0.3)), stage=3)
+    result = zerojax.verify(*zerojax.keras.pure(model, (X[:32], Y[:32])))
+    result.check()
+    assert any("another sample" in note for note in result.notes)
+
+
 def test_batches_of_an_evaluation_draw_other_numbers():
     one, sharded = both(lambda: compiled(Noise(name="noise")))
     outputs = sharded.predict(np.zeros((64, 16)), batch_size=32, verbose=0)
@@ -282,7 +290,12 @@ REFUSED = {
     ),
     "over all rows": (
         lambda: compiled(loss=keras.losses.Dice()),
-        r"loss Dice over all rows.*Dice\(axis=\(1, 2, 3\)\)",
+        r"loss dice over all rows.*Dice\(axis=\(1, 2, 3\)\)",
+    ),
+    "over pairs of rows": (lambda: compiled(loss="circle"), "loss circle over all rows"),
+    "that ignores a class": (
+        lambda: compiled(loss=keras.losses.SparseCategoricalCrossentropy(ignore_class=0)),
+        "Pass them a sample_weight= of 0",
     ),
     "with a predict_step": (with_step, "has a predict_step .*Override compute_loss"),
     "not compiled": (lambda: keras.Sequential(dense()), "First call model.compile"),

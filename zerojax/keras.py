@@ -128,10 +128,11 @@ def _checked(model: PyTree) -> _KerasParts:
             f"zerojax.keras takes a keras.Model that is compiled, or a function without arguments "
             f"that makes one, not a {type(model).__name__}."
         )
-    losses = keras.tree.flatten(getattr(model, "loss", None))
-    whole = [x for x in losses if getattr(x, "axis", 0) is None]
-    whole += [x for x in losses if isinstance(x, keras.losses.Circle)]
-    over = ", ".join(type(loss).__name__ for loss in whole)
+    losses = [*map(keras.losses.get, keras.tree.flatten(getattr(model, "loss", None)))]
+    of_all = [getattr(x, "fn", x) for x in losses if getattr(x, "axis", None) is None]
+    names = {getattr(function, "__name__", "") for function in of_all}
+    over = ", ".join(sorted(names & {"circle", "dice", "tversky"}))
+    ignores = any(getattr(loss, "ignore_class", None) is not None for loss in losses)
     reductions = {str(getattr(loss, "reduction", "")) for loss in losses}
     sums = ", ".join(sorted(reductions & {"sum", "mean_with_sample_weight"}))
     scales = isinstance(getattr(model, "optimizer", None), keras.optimizers.LossScaleOptimizer)
@@ -148,6 +149,8 @@ def _checked(model: PyTree) -> _KerasParts:
         (scales, "scales its loss in float16. Use the policy mixed_bfloat16"),
         (over, f"has the loss {over} over all rows, which differs on parts of a batch. Use a loss "
          "of each row, such as Dice(axis=(1, 2, 3))"),
+        (ignores, "has a loss with ignore_class=, whose rows each device would count by itself. "
+         "Pass them a sample_weight= of 0"),
         (sums, f"has a loss with reduction={sums!r}, which differs on parts of a batch. Use "
          "reduction='sum_over_batch_size'"),
     ):  # fmt: skip

@@ -483,14 +483,6 @@ def alike(key: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(jax.device_put(words, key.sharding), impl=ALIKE)
 
 
-def rejects(jaxpr: Jaxpr) -> bool:
-    """Whether a loss draws until something holds, which never ends where all draws are alike."""
-    loops = (eqn for eqn in _compat.every_eqn(jaxpr) if eqn.primitive.name == "while")
-    inside = (part for eqn in loops for part in _compat.inner_jaxprs(eqn))
-    drawn = {eqn.primitive.name for part in inside for eqn in _compat.every_eqn(part)} & DRAWS
-    return bool(drawn) or "random_gamma" in {e.primitive.name for e in _compat.every_eqn(jaxpr)}
-
-
 def has_keys_of_its_own(jaxpr: Jaxpr) -> bool:
     """Whether a loss traced with keys that are `alike` draws from others too."""
     draws = (eqn for eqn in _compat.every_eqn(jaxpr) if eqn.primitive.name in DRAWS)

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._declared import checked
+from zerojax._jaxprs import inferred
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields, without_fields
@@ -21,7 +23,7 @@ from zerojax._step.step import Recipe, grad_norm
 from zerojax._types import Device, PyTree
 from zerojax.tools._verify import causes as _causes, compare as _compare, rehearse as _rehearse
 from zerojax.tools._verify.compare import NOT_FINITE, RIGHT, Check, Verification, largest
-from zerojax.tools._verify.reference import Comparison, Reference, Replayed, averaged, rejects
+from zerojax.tools._verify.reference import DRAWS, Comparison, Reference, Replayed, averaged
 
 WHOLE_BATCH = "loss on the whole batch"
 # One device rounds batches of both sizes alike, whatever the dtype.
@@ -271,7 +273,7 @@ def _comparable(
 
     A wide dtype, and one random number for all: else dropout of the whole batch is another sample.
     """
-    if reference.has_keys and rejects(parts.jaxpr):
+    if reference.has_keys and (_rejects(parts.jaxpr) or _seeds(parts.jaxpr)):
         return None
     if not reference.has_keys and not reference.computes_narrow:
         return reference, parts
@@ -284,6 +286,29 @@ def _comparable(
         if not reference.has_keys:
             raise
         return None
+
+
+def _rejects(jaxpr: Jaxpr) -> bool:
+    """Whether a loss draws until something holds, which never ends where all draws are alike."""
+    loops = (eqn for eqn in _compat.every_eqn(jaxpr) if eqn.primitive.name == "while")
+    inside = (part for eqn in loops for part in _compat.inner_jaxprs(eqn))
+    drawn = {eqn.primitive.name for part in inside for eqn in _compat.every_eqn(part)} & DRAWS
+    return bool(drawn) or "random_gamma" in {e.primitive.name for e in _compat.every_eqn(jaxpr)}
+
+
+def _seeds(jaxpr: Jaxpr) -> bool:
+    """Whether a loss makes keys of numbers that it has drawn, as Keras's generators do."""
+    made = []
+
+    def rule(eqn: JaxprEqn, drawn: list[bool]) -> list[bool]:
+        for inner in _compat.inner_jaxprs(eqn):
+            drawn = [*drawn, *inferred(inner, [any(drawn)] * len(inner.invars), False, rule)]
+        if eqn.primitive.name in ("random_wrap", "random_seed"):
+            made.append(any(drawn))
+        return [any(drawn) or eqn.primitive.name == "random_bits"] * len(eqn.outvars)
+
+    inferred(jaxpr, [False] * len(jaxpr.invars), False, rule)
+    return any(made)
 
 
 def _metric_checks(comparison: Comparison) -> Iterator[Check]:
