@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
 from optax import sgd
 
 import zerojax
@@ -362,15 +363,19 @@ def test_a_balancing_loss_of_microbatches():
     x, params = batch(16), make_params()
     chosen = jax.nn.one_hot(jax.nn.softmax(x @ params["router"]).argmax(-1), EXPERTS)
     share = chosen.mean((0, 1))
-    rows = {"x": x, "share": np.tile(share, (16, 1))}
-    step = zerojax.train_step(balanced, accumulate=2)
+    batch_specs = {"x": P(("data", "expert")), "share": P()}
+    rows = {"x": x, "share": share}
+    options = {"accumulate": 2, "batch_specs": batch_specs}
+    step = zerojax.train_step(balanced, **options)
     with pytest.raises(
-        ValueError, match=r"A loss that balances experts may leave zerojax\.mean out"
+        ValueError, match=r"batch_specs=.* balances experts may leave zerojax\.mean"
     ):
         step(state_of(params, **APART), rows)
-    constant = lambda params, batch: balanced(params, batch, batch["share"][0])
-    whole, metrics = zerojax.train_step(balanced)(state_of(params, **APART), rows)
-    state, parts = zerojax.train_step(constant, accumulate=2)(state_of(params, **APART), rows)
+    constant = lambda params, batch: balanced(params, batch, batch["share"])
+    whole, metrics = zerojax.train_step(balanced, batch_specs=batch_specs)(
+        state_of(params, **APART), rows
+    )
+    state, parts = zerojax.train_step(constant, **options)(state_of(params, **APART), rows)
     np.testing.assert_allclose(parts["loss"], metrics["loss"], rtol=1e-5)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, whole.params

@@ -164,8 +164,9 @@ def with_counts_first(loss: Loss, differ: Sequence[bool]) -> Loss:
             "zerojax.mean enters the loss or the aux in a way that is not linear (exp, a square, a "
             "quotient of two means, a mean of a mean, ...), or is multiplied by what differs "
             "between microbatches, so they cannot be averaged exactly. Apply it to the metrics "
-            "outside of the loss, or use accumulate=1. A loss that balances experts may leave "
-            "zerojax.mean out: each microbatch balances its own."
+            "outside of the loss, or use accumulate=1. Give what all rows share a "
+            "PartitionSpec() in batch_specs=. A loss that balances experts may leave zerojax.mean "
+            "out: each microbatch balances its own."
         )
     needed = alive(kept, wanted, reads)
     if not {v for eqn in needed for v in reads(eqn)}.isdisjoint(params):
