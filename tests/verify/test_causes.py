@@ -195,6 +195,19 @@ def test_a_rule_that_clips_the_gradient_of_a_part_is_named(key):
     assert verified(rows, X, *key).ok and verified(loss, X, *key, whole_batch=False).ok
 
 
+def test_a_loss_balanced_by_itself_is_named():
+    """Its value is 1 on any part; its gradient is that of the logarithm of a part's mean."""
+
+    def balanced(mean, params, x):
+        error = jnp.mean((x @ params["w"]) ** 2)
+        return error / lax.stop_gradient(mean(error))
+
+    report = verified(functools.partial(balanced, lambda x: x), X)
+    assert [c.path for c in report.wrong] == ["grads on the whole batch/w"], str(report)
+    assert "stop_gradient" in report.causes[0] and "jax.lax.pmean(x, 'data')" in report.causes[0]
+    assert verified(functools.partial(balanced, lambda x: lax.pmean(x, "data")), X).ok
+
+
 def test_a_rule_in_a_loss_that_rounds_to_16_bits_is_not_blamed():
     """The gradient of the bias is a sum over rows, in bfloat16."""
     rule = jax.custom_vjp(lambda y: y)

@@ -186,9 +186,9 @@ def of_the_rule(reference: Reference) -> str:
     """Returns the cause of gradients that differ although the loss does not."""
     return (
         "The loss of the whole batch is the mean over its parts, and its gradient is not: a rule "
-        "of the loss (jax.custom_vjp) does with a part what it should do with each example, such "
-        "as clip its gradient, jax.vmap, or with the whole batch, jax.lax.pmean(x, "
-        f"{reference.axis_name}). Or accept it with whole_batch=False."
+        "of the loss (jax.custom_vjp), or a stop_gradient, does with a part what it should do with "
+        "each example, such as clip its gradient, jax.vmap, or with the whole batch, "
+        f"jax.lax.pmean(x, {reference.axis_name}). Or accept it with whole_batch=False."
     )
 
 

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._declared import checked
-from zerojax._jaxprs import inferred
+from zerojax._jaxprs import inferred, type_of
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields, without_fields
@@ -234,12 +234,11 @@ def _compare_meaning(
     report: Verification, reference: Reference, parts: Replayed, tolerance: float | None
 ) -> None:
     """Compares loss and updated fields on the whole batch with those on its parts; gradients too,
-    where a rule of the loss makes them, of which the loss does not tell. In 16 bits, the gradient
-    of a bias is a sum over rows that rounds otherwise in a part."""
-    names = {eqn.primitive.name for eqn in _compat.every_eqn(parts.jaxpr)}
+    where the loss does not tell of them: a rule makes them, or a number of the part stands still.
+    In 16 bits, the gradient of a bias is a sum over rows that rounds otherwise in a part."""
     is_narrow = reference.computes_narrow or parts.dtype.itemsize < 4
-    has_rule = "custom_vjp_call" in names and not is_narrow
-    comparable = _comparable(reference, parts, has_rule)
+    hides = not is_narrow and any(map(_hides_gradients, _compat.every_eqn(parts.jaxpr)))
+    comparable = _comparable(reference, parts, hides)
     if comparable is None:
         report.notes.append(DRAWS_DIFFER)
         return
@@ -248,7 +247,7 @@ def _compare_meaning(
     where += ", all random numbers alike" if reference.has_keys else ""
     if compared is not parts:
         report.losses[f"mean over the parts{where}"] = compared.loss
-    whole = reference.replay(reference.in_one, differentiate=has_rule)
+    whole = reference.replay(reference.in_one, differentiate=hides)
     report.losses[f"the whole batch at once{where}"] = whole.loss
     if tolerance is None:
         tolerance = min(reference.tolerance(whole) / 2, MEANING_TOLERANCE)
@@ -257,13 +256,19 @@ def _compare_meaning(
     report.checks.append(check)
     if check.is_wrong:
         report.causes.append(_causes.of_the_loss(reference, compared, whole.loss, tolerance))
-    elif has_rule:
+    elif hides:
         limits = _compare.gradient_limits(whole.grads, report.tolerance)
         trees = compared.grads, whole.grads, limits
         checks = [*_compare.compare_trees("grads on the whole batch", "gradient", *trees)]
         report.checks += checks
         report.causes += [_causes.of_the_rule(reference)] * any(check.is_wrong for check in checks)
     _causes.check_fields_of_whole(report, reference, compared, whole, tolerance)
+
+
+def _hides_gradients(eqn: JaxprEqn) -> bool:
+    """Whether a gradient may be wrong where the loss is right, as that of x / stop_gradient(x)."""
+    stops = eqn.primitive.name == "stop_gradient" and not type_of(eqn.outvars[0]).shape
+    return stops or eqn.primitive.name == "custom_vjp_call"
 
 
 def _comparable(
