@@ -184,10 +184,11 @@ def files(page):
 
 @functools.cache
 def known_options():
-    # Three of Flax's, a field of a user's state, two of JAX's, axes of a mesh
+    # Three of Flax's, a field of a user's state, two of JAX's, axes of a mesh, others'
     known = {"axis_name", "initial_carry", "wrt", "batch_stats", "policy", "implementation", "node"}
-    known |= {"expert"}
-    modules = (zerojax, zerojax.aot, zerojax.checkpoint, zerojax.manual, zerojax.run, zerojax.tools)
+    known |= {"expert", "fsdp_size", "ignore_class"}
+    modules = (zerojax, zerojax.aot, zerojax.checkpoint, zerojax.manual, zerojax.nnx, zerojax.run)
+    modules += (zerojax.tools,)
     values = [getattr(module, name) for module in modules for name in dir(module)]
     for value in (one for one in values if getattr(one, "__module__", "").startswith("zerojax")):
         for function in (value, *vars(value).values()) if inspect.isclass(value) else (value,):

@@ -143,17 +143,29 @@ def _checked(model: PyTree) -> _KerasParts:
         (jax.process_count() > 1, "runs in one process. In several, use zerojax.train_step"),
         (not model.variables, "is not built. Call model.build(input_shape), or add an Input"),
         (not model.compiled, "is not compiled. First call model.compile(optimizer, loss)"),
-        (own, f"has a {own} of its own, which zerojax would skip. Override compute_loss, "
-         "compute_metrics or call instead"),
+        (
+            own,
+            f"has a {own} of its own, which zerojax would skip. Override compute_loss, "
+            "compute_metrics or call instead",
+        ),
         (getattr(model, "run_eagerly", False), "is compiled with run_eagerly=True. Leave it out"),
         (scales, "scales its loss in float16. Use the policy mixed_bfloat16"),
-        (over, f"has the loss {over} over all rows, which differs on parts of a batch. Use a loss "
-         "of each row, such as Dice(axis=(1, 2, 3))"),
-        (ignores, "has a loss with ignore_class=, whose rows each device would count by itself. "
-         "Pass them a sample_weight= of 0"),
-        (sums, f"has a loss with reduction={sums!r}, which differs on parts of a batch. Use "
-         "reduction='sum_over_batch_size'"),
-    ):  # fmt: skip
+        (
+            over,
+            f"has the loss {over} over all rows, which differs on parts of a batch. Use a loss "
+            "of each row, such as Dice(axis=(1, 2, 3))",
+        ),
+        (
+            ignores,
+            "has a loss with ignore_class=, whose rows each device would count by itself. "
+            "Pass them a sample_weight= of 0",
+        ),
+        (
+            sums,
+            f"has a loss with reduction={sums!r}, which differs on parts of a batch. Use "
+            "reduction='sum_over_batch_size'",
+        ),
+    ):
         if is_wrong:
             raise ValueError(f"the model {model.name!r} {why}.")
     if not model.optimizer.built:
