@@ -106,8 +106,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # Nearly all time goes into compiling. Tests here that have several cases leave half of them to the
 # other end of the JAX versions: CI runs both ends.
 ALTERNATING = (
-    "audit engine loss plan step update verify test_families test_pairs test_readme test_replay "
-    "test_steps test_stream test_wrong_types"
+    "audit engine loss plan step update verify test_families test_keras test_pairs test_readme "
+    "test_replay test_steps test_stream test_wrong_types"
 )
 
 
