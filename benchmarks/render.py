@@ -263,32 +263,15 @@ USES = {
     "fit": "of JAX, that the rates were fitted to",
     "PyTorch": "of PyTorch",
 }
-SHOWN_CHOICES = ("8xH100 at 50", "64xH100 at 50", "64xH100 at 3.125")  # the file has all
-
-
 def choices() -> str:
-    """Renders what `--choose` takes, and how much faster the best compiled configuration is."""
+    """Renders how often `--choose` leaves out a faster configuration, and how much faster."""
     stored = json.loads((HERE / "choices.json").read_text())
     said = [f"JAX {stored['jax']} ({_dates(stored)})."]
     for kind, name in (("", "exact numbers"), ("_quantized", "quantization")):
         slower = [row[f"slower{kind}"] for row in stored["rows"]]
         many = f"{sum(map(bool, slower))} of {len(slower)}, by at most {max(slower):.1%}"
         said.append(f"With {name}, a faster configuration was left out in {many}.")
-    header = ["model, GPUs, network", "chosen, exact", "step", "chosen quantized", "step"]
-    shown = [f"llama-70b on {where} GB/s" for where in SHOWN_CHOICES]
-    rows = [_choice_cells(row) for row in stored["rows"] if row["row"] in shown]
-    table = [_line(header), "|---|---|---:|---|---:|", *map(_line, rows)]
-    return "\n".join([*said, "", *table])
-
-
-def _choice_cells(row) -> list[str]:
-    model, where = row["row"].split(" on ")
-    where = where.replace("x", " ").replace(" at ", ", ")
-    cells = [f"{model}, {where.partition(',')[0] if where.startswith('8 ') else where}"]
-    for kind in ("", "_quantized"):
-        choice = row[f"chosen{kind}"]
-        cells += [f"`{choice['way']}`", f"{choice['step_ms']:.0f} ms"] if choice else ["none", ""]
-    return cells
+    return "\n".join(said)
 
 
 SHOWN_PUBLISHED = (

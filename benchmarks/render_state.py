@@ -38,7 +38,7 @@ def long_context(rows):
     cells = []
     for row in rows:
         tokens, _, program = row["row"].partition(": ")
-        if program:
+        if program in ("zerojax", "annotations"):  # code by hand has the numbers of zerojax
             numbers = (f"{row[name]:.1f}" for name in ("peak_gib", "wire_gib"))
             times = f"{row['step_ms'] / 1e3:.4g}", f"{row['exposed_ms']:.0f}"
             cells.append([f"{program}, {tokens}", *numbers, *times])
@@ -50,9 +50,8 @@ def longest(rows):
     for row in rows:
         numbers = (row["device_gib"] + row["workspace_gib"], row["host_gib"], row["step_s"])
         tokens = f"{row['tokens'] / 1e6:.2f}M"
-        cells.append([row["row"], tokens, *(f"{number:.0f}" for number in numbers), row["bound"]])
-    header = ["GPUs", "tokens", "GPU, GiB", "host of 8, GiB", "step, s", "bounded by"]
-    return header, cells
+        cells.append([row["row"], tokens, *(f"{number:.0f}" for number in numbers)])
+    return ["GPUs", "tokens", "GPU, GiB", "host of 8, GiB", "step, s"], cells
 
 
 PRECISIONS = {
