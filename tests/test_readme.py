@@ -106,10 +106,9 @@ def test_pages_run(page, readme, tmp_path, monkeypatch, as_it_was):
 @pytest.mark.gpu_code
 def test_the_forecasts_on_the_pages_run(tmp_path):
     code = [block for block in blocks(ROOT / "docs/gpus.md", "py") if "forecast(" in block]
-    models = ROOT / "docs/models.md"
-    (nnx_step,) = [block for block in blocks(models, "python") if "nnx_step =" in block]
-    (of_nnx,) = blocks(models, "py")
-    printed = run(tmp_path, programs()[1], *code, nnx_step, of_nnx)
+    (of_nnx,) = blocks(ROOT / "docs/models.md", "py")
+    nnx, state = programs()
+    printed = run(tmp_path, state, *code, nnx.replace(DEVICES, ""), of_nnx)
     assert printed.count("8xH100, ") == 5 and "Fastest that fits" in printed, printed
     assert printed.count("all-gather") > 0, printed
 
