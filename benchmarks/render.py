@@ -263,6 +263,8 @@ USES = {
     "fit": "of JAX, that the rates were fitted to",
     "PyTorch": "of PyTorch",
 }
+
+
 def choices() -> str:
     """Renders how often `--choose` leaves out a faster configuration, and how much faster."""
     stored = json.loads((HERE / "choices.json").read_text())
