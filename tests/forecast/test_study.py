@@ -167,6 +167,36 @@ def test_the_largest_model_is_real():
     assert 0 <= cell.spare < layer and cell.fits
 
 
+@pytest.mark.parametrize(
+    ("params", "most", "dim", "settings"),
+    [
+        (lambda n: {"w": (n, 16, 64)}, 320, 1, "stacked='^(w)$'"),
+        (lambda n: {"w": (n, 16, 64), "b": (n, 64)}, 320, 1, "stacked='^(b|w)$'"),
+        (lambda n: {"w": (n, 16, 64), "b": (n, 64)}, 240, 1, ""),  # a plan sees these
+        (lambda n: {"w": (n, 16, 64), "x": {"y": (2, 8, 8), "z": (2, 8)}}, 320, 1, "x/y|x/z"),
+        (lambda n: {"w": (n, 16, n)}, 320, 0, ""),  # a width
+        (lambda n: {"w": (n, 64)}, 320, 0, ""),  # of a table
+    ],
+)
+def test_many_layers_are_no_dimension_of_a_weight(params, most, dim, settings, monkeypatch):
+    def make(layers):
+        values = jax.tree.map(jnp.zeros, params(layers), is_leaf=lambda node: type(node) is tuple)
+        return TrainState.create(apply_fn=None, params=values, tx=optax.sgd(0.1))
+
+    def case(work, *how):
+        (w,) = (leaf for leaf in work.plan_at(3).params if leaf.path == "params/w")
+        dims[w.shape[0]] = w.dim
+        return fakes.case(3, 0.999 * USABLE * w.shape[0] / most, gpus=work.gpus)
+
+    dims = {}
+    monkeypatch.setattr(Workload, "case", case)
+    of_layers = lambda layers: (fakes.loss, functools.partial(make, layers), fakes.batch)
+    with fakes.cpus_for_gpus():
+        (cell,) = made("8xH100", {"deep": of_layers}, stages=3, cache=False).cases
+    assert (cell.size, dims[most], bool(cell.settings)) == (most, dim, bool(settings))
+    assert settings in cell.settings
+
+
 def test_the_largest_of_both_or_of_nothing_is_refused(compiled):
     with pytest.raises(ValueError, match="Pass the rows of each GPU, such as rows=4"):
         made("8xH100", sized(), rows="largest")

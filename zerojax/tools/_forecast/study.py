@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TypeAlias
@@ -17,6 +18,8 @@ from zerojax._declared import option, takes
 from zerojax._figures import Figure, PlotAxes
 from zerojax._progress import progress
 from zerojax._run import programs as _programs
+from zerojax._state.hints import layer_dims
+from zerojax._state.state import get_params, leaves_with_paths, path_name, state_of
 from zerojax._table import Column, Printed, Table, grouped, human_bytes
 from zerojax._types import Number, PyTree
 from zerojax.tools._forecast import cache as _cache, presets as _presets
@@ -281,13 +284,10 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
 
     def cell(name: str, gpus: str, stage: int, rows: int | str) -> Case:
         """Returns a case, with the reason why it has no numbers if it has none."""
-        one = work(name, gpus, 1)
-        settings = [f"remat {options.remat}"] if isinstance(_made(name, models[name]), Gpt) else []
-        settings += one.settings(one.own.keys() & {"mutable"})
         of_rows = functools.partial(compiled, name, gpus, stage)
         try:
             if rows == LARGEST:
-                case = largest(of_rows, ROW_STEPS, one.options.accumulate)
+                case = largest(of_rows, ROW_STEPS, work(name, gpus, 1).options.accumulate)
             elif callable(models[name]):
                 case = largest(functools.partial(of_rows, rows), NUMBERS)
             else:
@@ -295,6 +295,9 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
         except Exception as error:  # the others go on
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             case = Case(gpus, stage, failed=kind + " ".join(str(error).split())[:400])
+        one = work(name, gpus, 1, *filter(None, [case.size]))
+        settings = [f"remat {options.remat}"] if isinstance(_made(name, models[name]), Gpt) else []
+        settings += one.settings(one.own.keys() & {"mutable"})
         return dataclasses.replace(case, model=name, asked=rows, settings=", ".join(settings))
 
     cells = list(itertools.product(models, sizes, stages, rows))
@@ -317,13 +320,17 @@ def _work(
     name: str, model: Given, options: StudyOptions, gpus: str, rows: int, *number: int
 ) -> Workload:
     """Returns a model with so many rows on each GPU, in whose 16 bits a preset computes."""
-    model = _made(name, model, *number)
-    if isinstance(model, Gpt):
-        preset = _presets.on(model, options.gpu_of(gpus))
-        model = preset.losses([options.remat])[options.remat], preset.make_state, preset.batch
-    loss, make_state, make_batch = model
+    made = _made(name, model, *number)
+    if isinstance(made, Gpt):
+        preset = _presets.on(made, options.gpu_of(gpus))
+        made = preset.losses([options.remat])[options.remat], preset.make_state, preset.batch
+    loss, make_state, make_batch = made
     count = Case(gpus, 0).count
     work = Workload.of(loss, make_state, make_batch(count), None, gpus, options)
+    if number and options.stacked is None:
+        next_one = dataclasses.replace(options, stacked=()), gpus, 1, number[0] + 1
+        stacked = _unseen_stacks(work, _work(name, model, *next_one))
+        work = dataclasses.replace(work, options=dataclasses.replace(work.options, stacked=stacked))
     batch = make_batch(examples := rows * count // work.share)
     if (examples,) not in {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}:
         raise ValueError(
@@ -331,6 +338,19 @@ def _work(
             "the global batch of so many rows, or its shapes."
         )
     return dataclasses.replace(work, batch=batch)
+
+
+def _unseen_stacks(*works: Workload) -> str | None:
+    """Returns a pattern of all stacks of a model, if a plan would not see each that the next larger
+    one has more of: many layers look like a dimension of a weight."""
+    states = [jax.eval_shape(functools.partial(state_of, one.make_state)) for one in works]
+    seen, trees = layer_dims(get_params(states[0]), None), map(get_params, states)
+    few, many = ({x.path: x.value.shape for x in leaves_with_paths(tree)} for tree in trees)
+    grown = {path: shape for path, shape in few.items() if shape != many.get(path, shape)}
+    are_stacks = all(shape[1:] == many[path][1:] for path, shape in grown.items())
+    if grown.keys() <= seen.keys() or not are_stacks or max(map(len, grown.values())) < 3:
+        return None
+    return f"^({'|'.join(re.escape(path_name(path)) for path in grown | seen)})$"
 
 
 # -- the largest rows, or the largest model
