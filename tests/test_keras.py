@@ -218,6 +218,34 @@ def test_metrics_of_ones_own_see_the_outputs():
     assert_close(have, want, rtol=1e-5)
 
 
+def test_another_compile_keeps_zerojax():
+    """Of Keras's three calls, whichever is first."""
+
+    def again(model):
+        model.compile(o.AdamW(1e-2), "mae", metrics=["mse"])
+        return model
+
+    one, sharded = both(compiled)
+    for model in (one, sharded):
+        model.fit(X, Y, **FIT)
+    schedule = sharded.train_function.steps[4][8].recipe.options.schedule
+    want, have = (again(model).evaluate(X, Y, verbose=0) for model in (one, sharded))
+    assert_close(have, want)
+    want, have = (model.fit(X, Y, **FIT).history for model in (one, sharded))
+    assert_close(have, want, rtol=1e-5)
+    slots = [v for v in sharded.optimizer.variables if v.shape == (16, 64)]
+    for v in (sharded.get_layer("up").kernel, *slots):
+        assert v.value.addressable_shards[0].data.size == v.value.size // 8, v.path
+    step, *_ = zerojax.keras.pure(sharded, (X, Y))
+    assert step.recipe.options.schedule == schedule and len(slots) == 2
+    want = again(one).predict(X, verbose=0)
+    assert zerojax.keras.pure(again(sharded), (X, Y))[0] is not step
+    assert_close(again(sharded).predict(X, verbose=0), want, rtol=1e-4, atol=1e-5)
+    sharded.compile("adam", "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match="run_eagerly=True"):
+        sharded.fit(X, Y, verbose=0)
+
+
 @pytest.mark.parametrize("trainable", [True, False])
 def test_weights_that_freeze_or_thaw_after_shard_are_refused(trainable):
     model = compiled()
@@ -225,11 +253,11 @@ def test_weights_that_freeze_or_thaw_after_shard_are_refused(trainable):
     model.compile("adam", "mse")
     zerojax.keras.shard(model).fit(X[:8], Y[:8], verbose=0)
     model.get_layer("up").trainable = trainable
-    with pytest.raises(ValueError, match=r"model.compile and zerojax.keras.shard again"):
+    with pytest.raises(ValueError, match=r"Call model.compile again"):
         model.fit(X[:8], Y[:8], verbose=0)
     model.compile("adam", "mse")
     before = model.get_layer("up").kernel.numpy()
-    zerojax.keras.shard(model).fit(X[:8], Y[:8], verbose=0)
+    model.fit(X[:8], Y[:8], verbose=0)
     assert np.array_equal(model.get_layer("up").kernel.numpy(), before) != trainable
 
 
@@ -325,8 +353,31 @@ def test_what_cannot_be_is_refused(what):
 )
 def test_what_a_trace_shows_is_refused(make, x, y, message):
     model = zerojax.keras.shard(make())
+    before = values(model)
     with pytest.raises(ValueError, match=message):
         model.fit(x, y, verbose=0)
+    assert_close(values(model), before, rtol=0, atol=0)
+
+
+def test_a_model_keeps_its_values_after_an_error():
+    """In the second of two steps that Keras asks for at once, whose first has donated its state."""
+
+    def batches(count):
+        yield from [(X[:32], Y[:32])] * count
+        raise RuntimeError("no more rows")
+
+    one, sharded = both(lambda: compiled(steps_per_execution=2))
+    with pytest.raises(RuntimeError, match="no more rows"):
+        sharded.fit(batches(3), steps_per_epoch=4, shuffle=False, verbose=0)
+    for _ in range(3):
+        one.train_on_batch(X[:32], Y[:32])
+    assert int(sharded.optimizer.iterations) == 3
+    assert_close(values(sharded), values(one), rtol=1e-4, atol=1e-5)
+    before = values(sharded)
+    for call in (sharded.evaluate, sharded.predict):
+        with pytest.raises(RuntimeError, match="no more rows"):
+            call(batches(3), steps=4, verbose=0)
+    assert_close(values(sharded), before, rtol=0, atol=0)
 
 
 def test_models_that_zerojax_does_not_train_are_refused():

@@ -258,35 +258,44 @@ class _Function:
         of += {FIT: [slots, metrics], EVALUATE: [metrics], PREDICT: []}[mode]
         values = {id(v): v.value for v in slots if mode != FIT}
         values |= _by_id([*itertools.chain(*of)], [*itertools.chain(*lists)])
-        if mode == FIT and list(map(id, of[0])) != list(map(id, self.parts.trained)):
+        try:
+            if mode == FIT and list(map(id, of[0])) != list(map(id, self.parts.trained)):
+                raise ValueError(
+                    f"variables of {model.name!r} became trainable or frozen after shard. Call "
+                    "model.compile again."
+                )
+            for data in itertools.islice(batches, model.steps_per_execution):
+                batch = _keras().utils.unpack_x_y_sample_weight(data)
+                results.append(self._step(mode, batch, values))
+            if not results:
+                raise StopIteration
+        except BaseException:
             for variable in itertools.chain(*of):
                 variable.assign(values[id(variable)])  # Keras has taken it
-            raise ValueError(
-                f"variables of {model.name!r} became trainable or frozen after shard. Call "
-                "model.compile and zerojax.keras.shard again."
-            )
-        for data in itertools.islice(batches, model.steps_per_execution):
-            batch = _keras().utils.unpack_x_y_sample_weight(data)
-            ways = 1 if len(jax.tree.leaves(batch[0])[0]) % self.ways else self.ways
-            # Callbacks assign to variables, such as learning rates.
-            state = self.plan._brought_back(self.parts.state(values))
-            result = self.steps[mode][ways](state, batch, self.key)
-            if mode == FIT:
-                state, result = result
-            else:  # some layers draw random numbers here, too
-                state = state.replace(variables=result["aux"].pop("variables"))
-            new, aux = self.parts.values(state), result["aux"]
-            values |= {k: value for k, value in new.items() if value is not None}
-            output = aux.get("y_pred")
-            if mode != PREDICT:
-                output, new = self.tracked(_of(metrics, values), aux, ways, batch)
-                values |= _by_id(metrics, new)
-            results.append(output)
-        if not results:
-            raise StopIteration
+            model._jax_state_synced = True  # what Keras has of the last call is donated
+            raise
         if mode == PREDICT:
             results = [jax.tree.map(lambda *parts: np.concatenate(parts), *results)]
         return results[-1], tuple(_of(variables, values) for variables in of)
+
+    def _step(self, mode: int, batch: tuple, values: dict[int, PyTree]) -> PyTree:
+        """Runs a step, puts the new values of variables in place, and returns logs or outputs."""
+        metrics = self.parts.model.metrics_variables
+        ways = 1 if len(jax.tree.leaves(batch[0])[0]) % self.ways else self.ways
+        # Callbacks assign to variables, such as learning rates.
+        state = self.plan._brought_back(self.parts.state(values))
+        result = self.steps[mode][ways](state, batch, self.key)
+        if mode == FIT:
+            state, result = result
+        else:  # some layers draw random numbers here, too
+            state = state.replace(variables=result["aux"].pop("variables"))
+        new, aux = self.parts.values(state), result["aux"]
+        values |= {k: value for k, value in new.items() if value is not None}
+        if mode == PREDICT:
+            return aux["y_pred"]
+        logs, new = self.tracked(_of(metrics, values), aux, ways, batch)
+        values |= _by_id(metrics, new)
+        return logs
 
 
 def _apart(model: PyTree) -> tuple[_KerasParts, PyTree]:
@@ -324,7 +333,7 @@ class _KerasOptions(PlanOptions):
 def shard(model: PyTree, options: _KerasOptions) -> PyTree:
     """Places a compiled Keras model and its optimizer for a ZeRO stage, in place.
 
-    After another `compile`, call it again.
+    It stays sharded after another `compile`.
 
     Arguments:
         model: a `keras.Model` that is built and compiled; or a function that makes one. It is
@@ -339,6 +348,10 @@ def shard(model: PyTree, options: _KerasOptions) -> PyTree:
             f"{options.precision} says how to store variables, which Keras's dtype policy does. "
             "Leave param=, master= and moments= out."
         )
+    return _placed(model, options)
+
+
+def _placed(model: PyTree, options: _KerasOptions) -> PyTree:
     parts, source = _apart(model)
     planned = {f.name: getattr(options, f.name) for f in dataclasses.fields(PlanOptions)}
     plan = _planner.plan(source, **planned)
@@ -347,6 +360,12 @@ def shard(model: PyTree, options: _KerasOptions) -> PyTree:
         variable.assign(value)
     model, function = parts.model, _Function(parts, plan, options.schedule)
     model.train_function = model.test_function = model.predict_function = function
+
+    def make(force: bool = False) -> None:
+        if force or model.train_function is None:  # after another `compile`
+            _placed(model, options)
+
+    model.make_train_function = model.make_test_function = model.make_predict_function = make
     return model
 
 
@@ -362,6 +381,7 @@ def pure(model: PyTree, batch: tuple) -> tuple[Step, PyTree, tuple, jax.Array]:
     """
     batch, key = _keras().utils.unpack_x_y_sample_weight(batch), jax.random.key(0)
     if isinstance(model, _keras().Model):
+        model.make_train_function()  # after another `compile`
         function = model.train_function
         if not isinstance(function, _Function):
             raise ValueError(
