@@ -97,7 +97,7 @@ def long_table():
     ("case", "cause", "specs"),
     [
         (time_major, "split along dimension 1", {"x": P(None, "data")}),
-        (long_table, "batch leaf table belongs to all examples", {"ids": P("data"), "table": P()}),
+        (long_table, "needs all of the batch leaf table", {"ids": P("data"), "table": P()}),
     ],
 )
 def test_verify_says_which_specs_a_batch_needs(case, cause, specs):

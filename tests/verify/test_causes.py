@@ -111,6 +111,15 @@ def policy(params, batch, mean=jnp.mean, unbiased=False):
     return ((batch["x"].sum(-1) - batch["values"]) ** 2).mean() - gains.mean()
 
 
+def beside(params, batch, mean=jnp.mean):
+    """A mean that is masked twice, once by zerojax."""
+    return masked_loss(params, batch, zerojax.mean) + masked_loss(params, batch, mean)
+
+
+def root(params, x, mean=jnp.mean):
+    return jnp.sqrt(mean(squares(params, x)))
+
+
 def with_entropy(params, batch, mean=jnp.mean):
     """Brax's PPO estimates an entropy from a key that the step does not see, which may weigh 0."""
     drawn = jax.random.normal(jax.random.key(7), batch["gain"].shape)
@@ -124,18 +133,25 @@ def of_rows(loss):
 
 
 GAINS = {"x": X, "values": X[:, 1], "gain": np.cumsum(X[:, 0]), "unread": X[:, 2]}
+LATER = np.cumsum(X, 0)
 NONE_LATER = {"x": X, "mask": np.arange(ROWS) < 13}
 
 
 @pytest.mark.parametrize(
     ("loss", "batch", "message"),
     [
-        (masked_loss, MASKED, r"Most likely a masked mean: use zerojax.mean\(values, where=mask\)"),
+        (
+            masked_loss,
+            MASKED,
+            r"\* Examples weigh .*, by a masked mean: use zerojax.mean\(values, w",
+        ),
+        (beside, MASKED, r"\* Examples weigh .*, by a masked mean: use zerojax.mean\(values, w"),
+        (root, LATER, r"\* Examples weigh .* Or by a root, .*: take that mean with zerojax.mean"),
         (masked_loss, NONE_LATER, "loss of 1 of 2 parts is not finite: a mean.* zerojax.mean"),
         (summed, X, r"sum over the batch: .* is 2 times its.*Use a mean"),
         (contrastive, PAIRS, r"compares the examples.*all_gather\(x, 'data', tiled=True\)"),
         (adapted, X, r"takes a gradient itself.*jax.lax.pmean\(jax.grad\(...\)\(...\), 'data'\)"),
-        (equation, PAIRS, r"takes a gradient itself.*to examples, take that of a sum.* leaf x"),
+        (equation, PAIRS, r"to examples, take that of a sum, jnp.sum. Else each part needs"),
         (policy, GAINS, r"normalises batch leaf gain by its mean and deviation.* before the step"),
         (
             functools.partial(policy, unbiased=True),
@@ -148,7 +164,7 @@ NONE_LATER = {"x": X, "mask": np.arange(ROWS) < 13}
             r"key that the step does not see.* If that is not the cause: The loss normalises batch "
             r"leaf gain by.*zerojax\.mean\(x\)",
         ),
-        (of_rows(masked_loss), MASKED, "likely a masked mean: use zerojax.*with zerojax.mean;"),
+        (of_rows(masked_loss), MASKED, "by a masked mean: use zerojax.*Or by BatchNorm: give.*;"),
         (of_rows(contrastive), PAIRS, r"compares the examples.*all_gather\(x, 'data', tiled"),
     ],
 )
@@ -159,6 +175,8 @@ def test_losses_that_mean_something_else_on_a_part_are_named(loss, batch, messag
         report.check()
     whole = float(jax.jit(loss)(W, batch))
     assert report.losses["the whole batch at once"] == pytest.approx(whole, rel=1e-5)
+    lost = ["The loss of 1 of 2 parts is not finite in the replay either; the rest is compared."]
+    assert report.notes == lost * (batch is NONE_LATER)
     assert loss is not summed or verified(loss, batch, whole_batch=False).ok
 
 
@@ -166,6 +184,8 @@ def test_losses_that_mean_something_else_on_a_part_are_named(loss, batch, messag
     ("loss", "batch", "remedy"),
     [
         (adapted, X, {"average": lambda grad: lax.pmean(grad, "data")}),
+        (beside, MASKED, {"mean": zerojax.mean}),
+        (root, LATER, {"mean": zerojax.mean}),
         (policy, GAINS, {"mean": zerojax.mean}),
         (with_entropy, GAINS, {"mean": zerojax.mean}),
         (
@@ -248,7 +268,7 @@ def test_batchnorm_is_named_and_its_remedy_passes():
     report, beside = of_batchnorm(), of_batchnorm(jax.random.key(3))
     for found in (report, beside):
         assert [c.path for c in found.wrong] == WHOLE, str(found)
-        assert "Most likely BatchNorm: give it axis_name='data', or ('bat" in found.causes[0]
+        assert "most likely by BatchNorm: give it axis_name='data', or ('" in found.causes[0]
     assert {"batch_stats/mean", "aux/out"} <= {c.path for c in report.checks}
     assert of_batchnorm(axis_name="data").ok
 

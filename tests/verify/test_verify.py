@@ -214,7 +214,7 @@ def test_a_nan_on_both_sides_is_no_agreement(x):
     assert not report.ok and not report.wrong
     assert {check.path for check in report.not_finite} >= {"grads/w", "params/w"}
     assert str(report).startswith("cannot tell")
-    with pytest.raises(AssertionError, match=r"not finite on one device.*jax.debug_nans\(True\)"):
+    with pytest.raises(AssertionError, match=r"not finite in the replay.*jax.debug_nans\(True\)"):
         report.check()
 
 

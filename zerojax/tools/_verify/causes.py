@@ -157,7 +157,7 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             continue
         if close(loss, whole):
             what = f"{what} Say so, batch_specs={_specs_text(reference, roles)}, {accept}."
-            return _of_gradients(reference, parts) + what
+            return _after_gradients(reference, parts, what)
     has_statistics = _has_statistics(reference, parts)  # of a BatchNorm, whose remedy is another
     normalised = None if has_statistics else _normalised(reference, whole, tolerance)
     likely = normalised or _weighed(reference, parts, has_statistics)
@@ -169,9 +169,9 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             "or made in the loss: every part of the batch gets the same ones. "
             f"{remedy}, {accept}. If that is not the cause: {likely}"
         )
-    first = int(finite[0]) if len(finite) else 0
+    repeated = reference.repeated(int(finite[0]) if len(finite) else 0)
     if not normalised and not close(
-        replay(reference.in_one, reference.repeated(first)).loss, parts.losses[first]
+        replay(reference.in_one, repeated).loss, replay(args=repeated).loss
     ):
         return (
             "The loss compares the examples of a batch with one another, as in-batch negatives do, "
@@ -234,15 +234,15 @@ def _has_statistics(reference: Reference, parts: Replayed) -> bool:
     return any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in fields)
 
 
-def _of_gradients(reference: Reference, parts: Replayed) -> str:
-    """Says how to take a gradient in a loss that takes one."""
+def _after_gradients(reference: Reference, parts: Replayed, likely: str) -> str:
+    """Puts before a cause, in a loss that takes a gradient itself, how to take that."""
     if not _means.takes_gradients(parts.jaxpr):
-        return ""
+        return likely[0].upper() + likely[1:]
     return (
         "The loss takes a gradient itself (jax.grad), on each device that of its own part of "
         "the batch. With respect to parameters, average it before you use it: "
         f"jax.lax.pmean(jax.grad(...)(...), {reference.axis_name}). With respect to examples, "
-        "take that of a sum, jnp.sum. Else "
+        f"take that of a sum, jnp.sum. Else {likely}"
     )
 
 
@@ -250,14 +250,13 @@ def _weighed(reference: Reference, parts: Replayed, has_statistics: bool) -> str
     once = ", with accumulate=1" if reference.microbatches > 1 else ""
     in_vmap = f"{('batch', *reference.plan._splits.rows)} in a jax.vmap whose axis is 'batch'"
     norm = f"BatchNorm: give it axis_name={reference.axis_name}, or {in_vmap}{once}"
-    mask = "a masked mean: use zerojax.mean(values, where=mask)"
-    likely, other = (norm, mask) if has_statistics else (mask, norm)
-    if of_gradients := _of_gradients(reference, parts):
-        return f"{of_gradients}{likely}. Or {other}"
-    return (
-        "Examples weigh or are normalised differently in a part than in the whole batch. Most "
-        f"likely {likely}. Else {other}. Or a deviation: take it with zerojax.mean"
+    means = (
+        "by a masked mean: use zerojax.mean(values, where=mask). Or by a root, a deviation or "
+        "another function of a mean: take that mean with zerojax.mean(values)"
     )
+    by = f"most likely by {norm}. Else {means}" if has_statistics else f"{means}. Or by {norm}"
+    what = f"examples weigh or are normalised differently in a part than in the whole batch, {by}"
+    return _after_gradients(reference, parts, what)
 
 
 def _other_splits(reference: Reference) -> Iterator[tuple[str, list[_batch.Role]]]:
@@ -269,14 +268,14 @@ def _other_splits(reference: Reference) -> Iterator[tuple[str, list[_batch.Role]
     if seconds and seconds[0] % reference.ways == 0:
         dims = [[d for d in (1, 0) if x.value.shape[d : d + 1] == (seconds[0],)] for x in leaves]
         yield (
-            "The batch is time-major: split along dimension 1 the loss means the same on every "
+            "the batch is time-major: split along dimension 1 the loss means the same on every "
             "part.",
             [_batch.Role(_batch.BATCH, dim[0]) if dim else everywhere for dim in dims] + rest,
         )
     batched = [i for i, role in enumerate(roles) if role.kind == _batch.BATCH]
     for i in batched if len(batched) > 1 else ():
         yield (
-            f"The batch leaf {leaves[i].name} belongs to all examples: replicated, the loss means "
+            f"each part needs all of the batch leaf {leaves[i].name}: replicated, the loss means "
             "the same on every part.",
             [*roles[:i], everywhere, *roles[i + 1 :], *rest],
         )

@@ -20,7 +20,7 @@ Spreads: TypeAlias = Mapping[str, np.ndarray]  # how far rounding moves each ele
 
 PADDING = "padding"  # the kind of a check
 RIGHT, WRONG, UNSEEN = "ok", "wrong", "too small to tell"
-NOT_FINITE = "not finite on one device either"
+NOT_FINITE = "not finite in the replay either"
 
 # How far apart two orders of summation may end, relative to the largest element of a leaf.
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2}

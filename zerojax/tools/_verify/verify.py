@@ -29,9 +29,9 @@ WHOLE_BATCH = "loss on the whole batch"
 # One device rounds batches of both sizes alike, whatever the dtype.
 MEANING_TOLERANCE = 5e-3
 NOTHING_TO_COMPARE = (
-    "Gradients or the new state are not finite on one device either, which leaves nothing to "
-    "compare. Find the operation with the plain loss on one device, under jax.debug_nans(True), "
-    "and verify with a batch and a state that are finite."
+    "Gradients or the new state are not finite in the replay either, which leaves nothing to "
+    "compare. Find the operation with the plain loss of a part, under jax.debug_nans(True), and "
+    "verify with a batch and a state that are finite."
 )
 DRAWS_DIFFER = (
     "Each part has its own key, so the whole batch's loss is another sample and is not compared. "
@@ -345,11 +345,12 @@ def _notes(comparison: Comparison) -> Iterator[str]:
         yield "The step returns no gradients; their effect on the new state is compared."
     if comparison.reference.skips(parts):
         yield (
-            "The loss or the gradients are not finite on one device either, and both sides skip "
+            "The loss or the gradients are not finite in the replay either, and both sides skip "
             "the step: the parts of the state that it keeps are compared, and no gradients."
         )
-    elif not np.all(np.isfinite(parts.losses)):
-        yield "The loss is not finite on one device either; the rest is compared."
+    elif count := np.sum(~np.isfinite(parts.losses)):
+        of = f"{count} of {len(parts.losses)} parts"
+        yield f"The loss of {of} is not finite in the replay either; the rest is compared."
 
 
 def _number(value: ArrayLike | None) -> float:
