@@ -15,7 +15,7 @@ from zerojax._specs import Axes, axes_size, beyond
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._table import few, human_bytes, in_runs
 from zerojax._wire import codecs as _codecs
-from zerojax.tools._audit.measurement import SENDERS, Measurement, is_ours, is_written
+from zerojax.tools._audit.measurement import OF_OPTIMIZER, SENDERS, Measurement, is_ours, is_written
 from zerojax.tools._hlo import flow as _flow
 from zerojax.tools._hlo.flow import ARITHMETIC
 from zerojax.tools._hlo.module import Array
@@ -127,8 +127,8 @@ def _all_reduces(report: Measurement, leaves: Leaves) -> Iterator[str]:
             whole[one.name, remedy].append(leaf.path)
         elif plan and not leaves and part.paths:
             continue  # stage 0; XLA may join gradients
-        elif not part.paths and is_written(one, report.trains):
-            continue  # the loss's, which XLA may join with ZeRO's
+        elif not part.paths and (is_written(one, report.trains) or OF_OPTIMIZER.search(one.scope)):
+            continue  # the loss's or the optimizer's, which XLA may join with ZeRO's
         elif part.nbytes > _most_reduced(part, plan):
             yield (
                 f"all-reduce {one.name} sums {part}, {human_bytes(part.nbytes)} ({one.serves}): "

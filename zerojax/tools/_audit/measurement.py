@@ -43,6 +43,7 @@ WRITTEN = re.compile(
     r"/(all_gather|reduce_scatter|\w*all_to_all|ppermute|p(sum|max|min))\w*\b(?!/)"
 )
 OPTIMIZER_SCOPE = "optimizer"  # full-matrix optimizers may send what they need
+OF_OPTIMIZER = re.compile(rf"\b{OPTIMIZER_SCOPE}/")  # XLA may have joined it with other collectives
 # The scopes of sequences that zerojax splits, and of rows that it sends to experts.
 SENDERS = re.compile(r"\b(sequences|trips)/[^/()]+")
 STATE_KINDS = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)

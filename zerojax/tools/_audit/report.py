@@ -14,7 +14,7 @@ from zerojax._plan import offload as _offload
 from zerojax._plan.show import groups_text
 from zerojax._table import Printed, Table, grouped, human_bytes, human_time
 from zerojax.tools._audit import contract as _contract
-from zerojax.tools._audit.measurement import Measurement
+from zerojax.tools._audit.measurement import OF_OPTIMIZER, Measurement
 from zerojax.tools._hlo.timeline import IN_HOST, TO_DEVICE, TO_HOST, Sent, Span
 
 LARGEST_SHOWN = 40  # of the printed table; to_dict has them all
@@ -262,6 +262,13 @@ class Report(Printed, Measurement):
     def _notes(self) -> list[str]:
         left = len(self.traffic) - LARGEST_SHOWN
         lines = [f"... and {left} smaller ones"] if left > 0 else []
+        update = [one for one in self.traffic if OF_OPTIMIZER.search(one.scope)]
+        sent = sum(x.total_bytes for x in update if x.kind in ("all-gather", "all-reduce"))
+        if self.plan and 2 * sent > sum(leaf.nbytes for leaf in self.plan.params):
+            lines.append(
+                f"The optimizer sends {human_bytes(sent)} to multiply whole matrices: "
+                "zerojax.manual.by_matrix(tx) runs each on the device that owns it."
+            )
         if self.backend == "cpu" and self.traffic:
             lines.append(ON_CPUS)
         precision = self.plan and self.plan.precision
