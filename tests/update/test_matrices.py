@@ -1,6 +1,7 @@
 """Optimizers of whole matrices, each run by the device that owns the matrix."""
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -185,6 +186,7 @@ def test_a_step_sends_gradients_to_the_owners_and_updates_back(name):
     (_, count, rows, columns), tx, place, _ = ROWS[name]
     state, step, x = placed(name)
     report = zerojax.audit(step, state, x).check()
+    assert "by_matrix" not in str(report)
     if place.get("stage") == 0:
         assert sent(report) == []
         return
@@ -198,6 +200,27 @@ def test_a_step_sends_gradients_to_the_owners_and_updates_back(name):
     assert sorted(sent(report)) == pytest.approx(wanted)
     gathered = sent(report, "all-gather")
     assert len(gathered) == (name == "tensor"), "whole matrices are gathered"
+
+
+def of_layers(params):
+    numbers = optax.contrib.MuonDimensionNumbers((1,), (2,))
+    return jax.tree.map(lambda w: numbers if w.ndim > 2 else None, params)
+
+
+@pytest.mark.parametrize(
+    ("tx", "names"),
+    [
+        (optax.contrib.muon(0.05, muon_weight_dimension_numbers=of_layers), True),
+        (optax.adafactor(1e-3), False),
+    ],
+    ids=["muon", "adafactor"],
+)
+def test_an_audit_points_to_it(tx, names):
+    """No stage promises what an optimizer sends, and the report says what would send less."""
+    params, loss, x = model("scan", 1, 256, 512)
+    state = zerojax.shard_train_state(train_state(params, tx), stage=3, min_shard_size=1)
+    report = zerojax.audit(train_step(loss), state, x).check()
+    assert ("to multiply whole matrices: zerojax.manual.by_matrix(tx) runs" in str(report)) == names
 
 
 def test_state_rests_whole_with_the_owner():
@@ -232,8 +255,31 @@ def test_what_is_no_matrix_is_refused():
     params = {"w": np.ones((4, 5)), "bias": np.ones(5)}
     with pytest.raises(ValueError, match=r"parameter bias of shape \(5,\).*optax.partition"):
         by_matrix(soap()).init(params)
+    stack = {"layers": {"w": np.ones((3, 4, 5)), "bias": np.ones((3, 5))}}
+    with pytest.raises(ValueError, match=r"layers/bias of shape \(3, 5\), a stack of layers"):
+        by_matrix(soap()).init(stack)
+    alone = by_matrix(TX["muon"]).init({"layers": {"bias": np.ones((3, 5))}})
+    assert alone.stacks["float64_3x5"] is not None
     with pytest.raises(ValueError, match="call update\\(grads, state, params\\)"):
         by_matrix(soap()).update(params, None)
+
+
+def test_moments_that_would_stay_wide_are_refused():
+    params, loss, x = model(*SCAN)
+    narrow = zerojax.manual.narrow_moments
+    inside = with_others(by_matrix(narrow(TX["muon"], "int8")))
+    for tx in (with_others(by_matrix(TX["muon"])), inside):
+        state = train_state(params, tx)
+        with pytest.raises(
+            ValueError, match=r"use zerojax\S+narrow_moments\(tx, 'int8'\) for each"
+        ):
+            zerojax.plan(state, precision=zerojax.Precision(moments="int8"))
+    with pytest.raises(ValueError, match="has those of by_matrix"):
+        narrow(with_others(by_matrix(TX["muon"]))).init(params)
+    state = zerojax.shard_train_state(train_state(params, inside), stage=3, min_shard_size=1)
+    state, _ = train_step(loss)(state, x)
+    coded = [leaf for leaf in state.tx.plan.leaves if re.search("/inner/.*/mu$", leaf.path)]
+    assert [str(leaf.dtype) for leaf in coded] == ["int8"] * 2
 
 
 def test_a_model_of_nnx_resumes_on_other_devices(tmp_path):

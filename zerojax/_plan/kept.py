@@ -26,6 +26,7 @@ from zerojax._state import carried as _carried, refusals as _refusals, state as 
 from zerojax._state.hints import layer_dims
 from zerojax._state.state import leaves_with_paths
 from zerojax._types import PyTree, wide
+from zerojax._update.matrices import check_no_moments
 
 
 class MasterState(NamedTuple):
@@ -241,6 +242,7 @@ def _with_narrow(
     tx: optax.GradientTransformation, params: PyTree, inner: PyTree, kind: DTypeLike
 ) -> NarrowState | CodedState:
     """Returns the state of `narrow_moments` from that of `tx`."""
+    check_no_moments(inner, kind)
     values, treedef = jax.tree.flatten(inner)
     count, scales = jnp.zeros((), jnp.int32), [optax.MaskedNode() for _ in values]
     stacks = layer_dims(params, None) if kind == CODES else {}
@@ -278,6 +280,8 @@ def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
     if precision is None or not precision.stores:
         return state
     opt_state = _state.get_opt_state(state)
+    if precision.moments is not None:
+        check_no_moments(opt_state, precision.moments)
     kinds = {type(node) for node in states_in(opt_state)}
     for dtype, pair in ((precision.master, KEEPS_MASTERS), (precision.moments, KEEPS_MOMENTS)):
         there, wanted = kinds.intersection(pair), pair[is_split(dtype) or dtype == CODES]

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from zerojax._axis_types import NOBODY, OWNERS, Owners
 from zerojax._declared import checked
 from zerojax._specs import Axes, axes_size, entry_over, padded
+from zerojax._state.hints import layer_dims
 from zerojax._state.state import leaves_with_paths
 from zerojax._types import PyTree
 
@@ -35,12 +36,26 @@ class MatrixState(NamedTuple):
 
 def owners_of(state: PyTree) -> Owners | None:
     """Returns what an update of this state does otherwise than elsewhere: who owns its matrices."""
-    nodes = jax.tree.leaves(state, is_leaf=is_of_matrices)
-    return OWNERS.get() if any(map(is_of_matrices, nodes)) else None
+    return OWNERS.get() if has_matrices(state) else None
 
 
 def is_of_matrices(node: PyTree) -> bool:
     return isinstance(node, MatrixState)
+
+
+def has_matrices(state: PyTree) -> bool:
+    return any(map(is_of_matrices, jax.tree.leaves(state, is_leaf=is_of_matrices)))
+
+
+def check_no_moments(state: PyTree, dtype: object) -> None:
+    """Raises where moments would stay wide silently: they follow no parameter."""
+    if has_matrices(state):
+        narrowed = f"zerojax.manual.narrow_moments(tx, {str(dtype)!r})"
+        raise ValueError(
+            f"moments={str(dtype)!r} narrows moments that follow a parameter, and the optimizer "
+            f"has those of by_matrix, which follow none. Leave moments= out, use {narrowed} for "
+            f"each optimizer, and inside here: zerojax.manual.by_matrix({narrowed})."
+        )
 
 
 def owner_spec(shape: Sequence[int], axes: Axes) -> PartitionSpec:
@@ -93,14 +108,16 @@ def by_matrix(tx: optax.GradientTransformation, dims: int = 2) -> optax.Gradient
 
 def _groups(params: PyTree, dims: int) -> dict[str, list[int]]:
     """Returns the positions of the parameters whose matrices have a dtype and shape, by these."""
-    groups = collections.defaultdict[str, list[int]](list)
+    groups, stacks = collections.defaultdict[str, list[int]](list), layer_dims(params, None)
     for place, leaf in enumerate(leaves_with_paths(params)):
         shape, dtype = leaf.value.shape, leaf.value.dtype
-        if len(shape) < dims:
+        if len(shape) - stacks.get(leaf.path, 0) < dims:
+            of = ", a stack of layers, it seems (else give it a by_matrix of its own)"
             raise ValueError(
-                f"by_matrix(tx, dims={dims}) got the parameter {leaf.name} of shape {shape}. Give "
-                "it another optimizer: optax.partition({'matrix': zerojax.manual.by_matrix(tx), "
-                "'other': optax.adam(1e-3)}, labels)."
+                f"by_matrix(tx, dims={dims}) got the parameter {leaf.name} of shape "
+                f"{shape}{of * (len(shape) >= dims)}. Give it another optimizer: "
+                "optax.partition({'matrix': zerojax.manual.by_matrix(tx), 'other': "
+                "optax.adam(1e-3)}, labels)."
             )
         groups[f"{dtype}_{'x'.join(map(str, shape[-dims:]))}"].append(place)
     return groups
