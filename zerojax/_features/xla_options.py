@@ -53,11 +53,7 @@ REDUCED = "operands of reduce_scatter"
 
 
 def options_for(
-    jaxpr: Jaxpr,
-    mesh: Mesh,
-    ahead: bool,
-    updates: bool = False,
-    microbatches: int = 1,
+    jaxpr: Jaxpr, mesh: Mesh, ahead: bool, updates: bool = False, microbatches: int = 1
 ) -> XlaOptions:
     """Returns the options for a step on this mesh.
 

@@ -15,16 +15,7 @@ from jax.tree_util import register_dataclass
 from zerojax._fence import mark, wait
 from zerojax._jaxprs import Atom, Var, evaluate, is_var, type_of
 from zerojax._kernel import travel as _travel
-from zerojax._kernel.arrays import (
-    Gradient,
-    Hook,
-    Value,
-    add,
-    add_held,
-    gradients,
-    vary,
-    zeros_like,
-)
+from zerojax._kernel.arrays import Gradient, Hook, Value, add, add_held, gradients, vary, zeros_like
 from zerojax._kernel.pieces import Op, Split
 from zerojax._kernel.travel import Cut, Held, Transit
 from zerojax._types import TreeDef, is_float
@@ -254,11 +245,7 @@ class Body:
     # -- backward
 
     def backward(
-        self,
-        inputs: Sequence[Value],
-        gathered: Weights,
-        saved: Saved,
-        cts: Sequence[Array | None],
+        self, inputs: Sequence[Value], gathered: Weights, saved: Saved, cts: Sequence[Array | None]
     ) -> list[Gradient]:
         """Returns the gradients of the inputs, None for inputs without one.
 
@@ -268,11 +255,7 @@ class Body:
         return self.added(inputs, grads, self.summed(d_gathered))
 
     def unreduced(
-        self,
-        inputs: Sequence[Value],
-        gathered: Weights,
-        saved: Saved,
-        cts: Sequence[Array | None],
+        self, inputs: Sequence[Value], gathered: Weights, saved: Saved, cts: Sequence[Array | None]
     ) -> tuple[list[Gradient], WeightGrads]:
         """Returns the gradients of the inputs without the part that comes through gathered weights,
         and the gradients of these weights, not yet reduced over the devices.

@@ -312,11 +312,7 @@ def rested(
 
 
 def _gathered(
-    shards: list[Array],
-    old: list[Array | None],
-    leaves: Sequence[LeafPlan],
-    mesh: Mesh,
-    axes: Axes,
+    shards: list[Array], old: list[Array | None], leaves: Sequence[LeafPlan], mesh: Mesh, axes: Axes
 ) -> list[Array]:
     """Gathers leaves that rest whole, by hand: XLA would choose the time and the dtype itself."""
     rest = [leaf.rest.local for leaf in leaves]

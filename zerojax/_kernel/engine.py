@@ -13,22 +13,8 @@ from jax.typing import DTypeLike
 from zerojax import _compat
 from zerojax._fence import mark, wait
 from zerojax._jaxprs import Atom, Var, read
-from zerojax._kernel.arrays import (
-    Gradient,
-    Value,
-    as_read,
-    by_hand,
-    changing,
-)
-from zerojax._kernel.body import (
-    CROSSED,
-    Body,
-    Env,
-    How,
-    Saved,
-    read_arrays,
-    write,
-)
+from zerojax._kernel.arrays import Gradient, Value, as_read, by_hand, changing
+from zerojax._kernel.body import CROSSED, Body, Env, How, Saved, read_arrays, write
 from zerojax._kernel.loops import Layers, PrefetchedLayers
 from zerojax._kernel.pieces import (
     InputKind,

@@ -136,10 +136,7 @@ class Layers:
         start = (d_carry, self.d_consts(consts, saved.wanted), stacks, 0)
         counts = jnp.arange(last + 1) if self.loop.reverse else jnp.arange(last, -1, -1)
         (d_carry, d_consts, stacks, _), d_xs = self.scan(
-            step,
-            start,
-            (saved, full, crossed, d_ys, xs, counts),
-            reverse=not self.loop.reverse,
+            step, start, (saved, full, crossed, d_ys, xs, counts), reverse=not self.loop.reverse
         )
         return [*d_consts, *d_carry, *with_changes(d_xs, stacks)]
 

@@ -16,13 +16,7 @@ from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
 from zerojax._jaxprs import type_of
-from zerojax._passes.block_runner import (
-    BlockRunner,
-    Layouts,
-    Received,
-    TokenRule,
-    Tracked,
-)
+from zerojax._passes.block_runner import BlockRunner, Layouts, Received, TokenRule, Tracked
 from zerojax._passes.blocks import Axis, Blocks, lengthened
 from zerojax._passes.control import CONTROL
 from zerojax._passes.sequences import rule_of

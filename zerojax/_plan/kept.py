@@ -13,15 +13,7 @@ from jax.typing import DTypeLike
 from zerojax import _compat
 from zerojax._declared import checked
 from zerojax._plan import encodings as _encodings, optimizer as _optimizer
-from zerojax._plan.precision import (
-    CODES,
-    NARROW,
-    Precision,
-    cast,
-    cast_floats,
-    is_float,
-    is_split,
-)
+from zerojax._plan.precision import CODES, NARROW, Precision, cast, cast_floats, is_float, is_split
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.hints import layer_dims
 from zerojax._state.state import leaves_with_paths
