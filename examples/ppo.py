@@ -135,7 +135,7 @@ def train(args, mesh=None):
             for envs in np.split(order.permutation(args.envs), args.minibatches):
                 # Emulated devices of few cores can starve each other with many programs at once.
                 state, _ = jax.block_until_ready(step(state, pick(data, envs)))
-        yield state, data["reward"].mean()
+        yield state, jax.block_until_ready(data["reward"].mean())  # beside no later program
 
 
 def main():
