@@ -273,6 +273,10 @@ class BlockRunner:
             if nbytes > self.most_gathered * region.nbytes:
                 raise self.refused(place, nbytes, region.nbytes)
 
+    def said(self, each: Received) -> str:
+        """Says what an operation receives, and which one it is if it has no rule."""
+        return f"all of an operand of {each.place}" if each.what == OTHERS else each.what
+
     # -- the program
 
     def run(

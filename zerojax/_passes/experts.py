@@ -12,7 +12,6 @@ return. What can not be part of a trip gathers its experts, which is exact, and 
 import contextlib
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Generator, Sequence
 
 import jax.numpy as jnp
@@ -28,15 +27,15 @@ from zerojax._passes.block_runner import (
     TOTALS,
     BlockRunner,
     Layouts,
+    Received,
     Tracked,
 )
 from zerojax._passes.blocks import Axis, Blocks
 from zerojax._passes.control import CONTROL
 from zerojax._passes.loss import Loss
 from zerojax._passes.rooms import Rooms, for_ragged
-from zerojax._passes.sequences import rule_of
+from zerojax._passes.sequences import rule_of, run_on_blocks
 from zerojax._passes.trips import ROWS, TRIPS, Leg, Trip
-from zerojax._table import human_bytes
 
 
 def keep_experts(
@@ -53,31 +52,20 @@ def keep_experts(
     end with experts that do not count. Sorted rows have `room` times an equal share of a device's.
     The metrics have the fullest room of the devices along `axes`.
     """
-    runner, params = Keeper(Axis(axis, size), room), len(loss.params)
-    variables, metrics = loss.jaxpr.invars, list[str]()
+    runner = Keeper(Axis(axis, size), room, len(loss.params))
     places = [None if dim is None else Blocks(dim) for dim in dims]
-    places += [None] * (len(variables) - len(places))
-    shapes = [type_of(v).shape for v in variables]
-    pairs = zip(variables, shapes, places, strict=True)
-    types = [v.aval.update(shape=runner.axis.local(shape, at)) for v, shape, at in pairs]
+    count, metrics = len(loss.jaxpr.outvars), list[str]()
 
-    def code(*arrays: Array) -> list[Array]:
-        values = [Tracked(*each) for each in zip(shapes, arrays, places, strict=True)]
-        runner.same.update(values[:params])
-        outs = runner.run(loss.jaxpr, (), values)
-        loads = outs[len(loss.jaxpr.outvars) :]
-        metrics[:] = METRICS if loads else ()
-        results = [
-            runner.array(v, None, loss.jaxpr.eqns[-1]) for v in outs[: len(outs) - len(loads)]
-        ]
-        if not loads:
+    def returned(outs: list[Tracked]) -> list[Array]:
+        results = [runner.array(v, None, loss.jaxpr.eqns[-1]) for v in outs[:count]]
+        metrics[:] = METRICS if outs[count:] else ()
+        if not metrics:
             return results
-        load, overflows = _worst(jnp.stack([v.array for v in loads]))
+        load, overflows = _worst(jnp.stack([v.array for v in outs[count:]]))
         return [*results, lax.pmax(lax.stop_gradient(load), tuple(axes)), overflows]
 
-    result = loss.retraced(code, *types)
-    names = (*loss.metrics, *metrics)
-    return dataclasses.replace(result, metrics=names).noting(*_notes(runner))
+    result = run_on_blocks(runner, loss, places, returned)
+    return dataclasses.replace(result, metrics=(*loss.metrics, *metrics))
 
 
 # Code that may have experts of its own. No other equation knows both experts and rows.
@@ -91,17 +79,6 @@ def _worst(loads: Array) -> Array:
     return jnp.stack([jnp.max(loads[..., 0]), jnp.sum(loads[..., 1])])
 
 
-def _notes(runner: "Keeper") -> list[str]:
-    totals = Counter[str]()
-    for each in runner.regions[0].sent:
-        what = each.what if each.what == ROWS else f"experts, gathered for {each.place}"
-        totals[what] += each.nbytes
-    return [
-        f"{runner.axis.name}: each device receives {human_bytes(nbytes)} of {what} in forward"
-        for what, nbytes in totals.most_common()
-    ]
-
-
 class Keeper(BlockRunner):
     """Runs a jaxpr of all experts on this device's rows, and on its block of the experts.
 
@@ -110,9 +87,9 @@ class Keeper(BlockRunner):
     `away` is a result of a trip, which has not run yet.
     """
 
-    def __init__(self, axis: Axis, room: float) -> None:
+    def __init__(self, axis: Axis, room: float, params: int) -> None:
         super().__init__(axis, CONTROL, rule_of, math.inf, TRIPS)
-        self.room, self.same = room, set[Tracked]()
+        self.room, self.params, self.same = room, params, set[Tracked]()
         self.away = dict[Tracked, Trip]()
         self.home = dict[Tracked, Tracked]()
         self.open = [dict[Tracked | None, Trip]()]  # in this scope of JAX's and those around it
@@ -127,6 +104,8 @@ class Keeper(BlockRunner):
         caller: JaxprEqn | None = None,
     ) -> list[Tracked]:
         name = caller.primitive.name if caller else ""
+        if len(self.loads) == 1:
+            self.same.update(inputs[: self.params])
         if caller is not None and self.callers_of[-1][0] is caller:
             pairs = list(zip(self.callers_of[-1][1], inputs, strict=False))
             if name == "scan":
@@ -150,6 +129,9 @@ class Keeper(BlockRunner):
 
     def check_axes(self, eqn: JaxprEqn) -> None:
         """A loss may speak over the axis: its devices have rows of their own."""
+
+    def said(self, each: Received) -> str:
+        return each.what if each.what == ROWS else f"experts, gathered for {each.place}"
 
     def is_same(self, value: Tracked) -> bool:
         if value.eqn is not None:

@@ -7,19 +7,18 @@ The loss is one of whole sequences, and so are its numbers: `block_runner.py` sa
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import dataclasses
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jax import Array
 
 from zerojax._jaxprs import type_of
-from zerojax._passes.block_runner import OTHERS, BlockRunner, Received, TokenRule, Tracked
+from zerojax._passes.block_runner import BlockRunner, Layouts, TokenRule, Tracked
 from zerojax._passes.blocks import Axis, Blocks
 from zerojax._passes.control import CONTROL
 from zerojax._passes.kernels import KERNEL, shared
 from zerojax._passes.loss import Loss
 from zerojax._passes.mixing import CUDNNS, MIXING, fused_attention, multiplied
-from zerojax._table import human_bytes
+from zerojax._table import human_bytes, summed
 
 
 def rule_of(name: str, mixes: bool) -> TokenRule | None:
@@ -43,17 +42,10 @@ def split_sequences(
     the aux that `may_stay` in blocks: `out_dims` says along which dimension they are.
     """
     runner = BlockRunner(Axis(axis, size), CONTROL, rule_of, most_gathered)
-    variables, out_dims = loss.jaxpr.invars, list[int | None]()
-    places: list[Blocks | None] = [None] * len(variables)
-    for k, dim in enumerate(dims, len(loss.params)):
-        places[k] = None if dim is None else Blocks(dim)
-    shapes = [type_of(v).shape for v in variables]
-    triples = zip(variables, shapes, places, strict=True)
-    types = [v.aval.update(shape=runner.axis.local(shape, at)) for v, shape, at in triples]
+    out_dims = list[int | None]()
+    places = [None if dim is None else Blocks(dim) for dim in (*[None] * len(loss.params), *dims)]
 
-    def code(*arrays: Array) -> list[Array]:
-        values = [Tracked(*each) for each in zip(shapes, arrays, places, strict=True)]
-        outs = runner.run(loss.jaxpr, (), values)
+    def returned(outs: list[Tracked]) -> list[Array]:
         runner.check(runner.regions[0])
         out_dims.clear()
         results: list[Array] = []
@@ -66,18 +58,33 @@ def split_sequences(
         runner.known = [{}]  # users' derivatives run later, on other arrays
         return results
 
+    result = run_on_blocks(runner, loss, places, returned)
+    return dataclasses.replace(result, out_dims=tuple(out_dims[1:]))
+
+
+def run_on_blocks(
+    runner: BlockRunner,
+    loss: Loss,
+    places: Layouts,
+    returned: Callable[[list[Tracked]], list[Array]],
+) -> Loss:
+    """Returns a loss that takes its first inputs in these blocks, and returns what is `returned` of
+    its outputs. Its notes say what is sent, most first."""
+    variables = loss.jaxpr.invars
+    places = [*places, *[None] * (len(variables) - len(places))]
+    shapes = [type_of(v).shape for v in variables]
+    triples = zip(variables, shapes, places, strict=True)
+    types = [v.aval.update(shape=runner.axis.local(shape, at)) for v, shape, at in triples]
+
+    def code(*arrays: Array) -> list[Array]:
+        inputs = [Tracked(*each) for each in zip(shapes, arrays, places, strict=True)]
+        return returned(runner.run(loss.jaxpr, (), inputs))
+
     result = loss.retraced(code, *types)
-    notes = _notes(axis, runner.regions[0].sent)
-    return dataclasses.replace(result, out_dims=tuple(out_dims[1:])).noting(*notes)
-
-
-def _notes(axis: str, sent: Sequence[Received]) -> list[str]:
-    """Says what is sent for tokens, most first, and by which operations if they have no rule."""
-    totals = Counter[str]()
-    for each in sent:
-        what = f"all of an operand of {each.place}" if each.what == OTHERS else each.what
-        totals[what] += each.nbytes
-    return [
-        f"{axis}: each device receives {human_bytes(nbytes)} of {what} in forward"
+    totals = summed((runner.said(each), each.nbytes) for each in runner.regions[0].sent)
+    name = runner.axis.name
+    notes = [
+        f"{name}: each device receives {human_bytes(nbytes)} of {what} in forward"
         for what, nbytes in totals.most_common()
     ]
+    return result.noting(*notes)
