@@ -9,39 +9,25 @@ move along with an axis of the grid, such as heads or rows of tokens, that axis 
 # pyright: reportPrivateImportUsage=false
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from zerojax import _compat
 from zerojax._jaxprs import Eqn, inferred, primitives, type_of, unclosed, with_params
 from zerojax._passes.block_runner import KEYS, BlockRunner, Ruled, Tracked
 from zerojax._passes.blocks import Blocks, with_
-from zerojax._types import Shape
+from zerojax._types import PyTree, Shape
 
 KERNEL = "pallas_call"
 # What asks where in the grid it runs, or how large that is.
 OF_A_PLACE = primitives("program_id num_programs")
 WRITES = "WriteEffect", "AccumEffect"  # of a kernel, into an array
 CutDims = list[int | None]  # which dimension of each operand and result an axis of the grid cuts
-
-
-class KernelBlock(Protocol):
-    """How a kernel sees one array: a Pallas `BlockMapping`."""
-
-    @property
-    def array_aval(self) -> ShapedArray: ...
-    @property
-    def block_shape(self) -> Sequence[object]: ...
-    @property
-    def index_map_jaxpr(self) -> ClosedJaxpr: ...
-    @property
-    def transforms(self) -> Sequence[object]: ...
 
 
 class _UncutError(Exception):
@@ -110,8 +96,9 @@ def _dims(eqn: JaxprEqn, axis: int, size: int) -> CutDims:
     return dims
 
 
-def _dim(block: KernelBlock, axis: int, count: int, size: int) -> int | None:
-    """Returns which dimension of an array moves along an axis of the grid, if one does."""
+def _dim(block: PyTree, axis: int, count: int, size: int) -> int | None:
+    """Returns which dimension of an array moves along an axis of the grid, if one does. A Pallas
+    `BlockMapping` says how the kernel sees the array."""
     jaxpr, consts = unclosed(block.index_map_jaxpr)
 
     def union(_: JaxprEqn, facts: Iterable[frozenset[int]]) -> list[frozenset[int]]:
