@@ -113,7 +113,7 @@ def trace_loss(
         # nnx.scan returns the weights it was given, layer by layer; what is not read goes first.
         loss = dataclasses.replace(loss, jaxpr=_compat.without_unread(loss.jaxpr))
         if is_quantized:
-            loss = _codes.on_codes(loss, codings)
+            loss = _codes.read_as_codes(loss, codings)
         if tables := _tables.narrow_inputs(loss):
             loss = _tables.summed_wide(loss, tables)
         return TracedLoss(loss.jaxpr, [*captured, *closed.consts], aux, closed.consts)

@@ -10,7 +10,8 @@ travel: to the engine, the decoding of a layer is part of the prefix, which foll
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,13 @@ from zerojax import _compat
 from zerojax._jaxprs import Atom, Eqn, is_call, is_var, running, type_of, with_params, with_sizes
 from zerojax._passes.loss import Loss
 from zerojax._state.packed import Coding, Packed, is_packed
-from zerojax._types import PyTree
+from zerojax._types import PyTree, Shape
 
 # Equations that change no element of a weight. What they say of its sharding, its codes have too.
 _UNCHANGED = frozenset({"copy", "copy_p", "sharding_constraint", "stop_gradient"})
 _VIEWS = frozenset({"slice", "dynamic_slice", "reshape", "squeeze"})
 NAN = 255  # in all bytes of a row: its scales are NaN
-Codings = Sequence[Coding | None]
+Codings = tuple[Coding | None, ...]
 
 
 def as_weights(tree: PyTree) -> PyTree:
@@ -48,42 +49,35 @@ def without_nodes(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.rows if is_packed(x) else x, tree, is_leaf=is_packed)
 
 
-def on_codes(loss: Loss, codings: Codings) -> Loss:
+def read_as_codes(loss: Loss, codings: Sequence[Coding | None]) -> Loss:
     """Returns a loss that takes codes in place of the weights among its first inputs."""
+
+    @functools.cache  # always to the same object: equal layers share a jaxpr
+    def on_codes(jaxpr: Jaxpr, codings: Codings) -> Jaxpr:
+        return _Level(jaxpr, codings, on_codes, decoding).rewritten()
+
+    @functools.cache
+    def decoding(coding: Coding, shape: Shape) -> JaxprEqn:
+        (eqn,) = jax.make_jaxpr(coding.weight_of)(jax.ShapeDtypeStruct(shape, jnp.uint8)).eqns
+        return eqn
+
     others = [None] * (len(loss.jaxpr.invars) - len(codings))
-    return dataclasses.replace(loss, jaxpr=_Rewriter().open(loss.jaxpr, (*codings, *others)))
-
-
-class _Rewriter:
-    """Rewrites jaxprs, each always to the same object: equal layers share one."""
-
-    def __init__(self) -> None:
-        self.done: dict[tuple[int, Codings], tuple[object, Jaxpr]] = {}
-        self.decodings: dict[tuple[Coding, tuple[int, ...]], JaxprEqn] = {}
-
-    def open(self, jaxpr: Jaxpr, codings: Codings) -> Jaxpr:
-        key = id(jaxpr), tuple(codings)
-        if key not in self.done:
-            self.done[key] = jaxpr, _Level(self, jaxpr, codings).rewritten()
-        return self.done[key][1]
-
-    def decoding(
-        self, codes: Var, coding: Coding, weight: Var, reader: JaxprEqn | None
-    ) -> JaxprEqn:
-        """Returns the equation that decodes, in the name scope of the one that reads the weight."""
-        shape = type_of(codes).shape
-        if (coding, shape) not in self.decodings:
-            struct = jax.ShapeDtypeStruct(shape, jnp.uint8)
-            (self.decodings[coding, shape],) = jax.make_jaxpr(coding.weight_of)(struct).eqns
-        eqn = self.decodings[coding, shape].replace(invars=[codes], outvars=[weight])
-        return eqn if reader is None else eqn.replace(source_info=reader.source_info)
+    return dataclasses.replace(loss, jaxpr=on_codes(loss.jaxpr, (*codings, *others)))
 
 
 class _Level:
-    """One jaxpr on its way to another."""
+    """One jaxpr on its way to another. `on_codes` rewrites those in it, and `decoding` returns the
+    equation that decodes rows of a shape."""
 
-    def __init__(self, rewriter: _Rewriter, jaxpr: Jaxpr, codings: Codings) -> None:
-        self.rewriter, self.jaxpr, self.eqns = rewriter, jaxpr, list[JaxprEqn]()
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        codings: Codings,
+        on_codes: Callable[[Jaxpr, Codings], Jaxpr],
+        decoding: Callable[[Coding, Shape], JaxprEqn],
+    ) -> None:
+        self.on_codes, self.decoding = on_codes, decoding
+        self.jaxpr, self.eqns = jaxpr, list[JaxprEqn]()
         # Of each weight, the variable of its codes.
         self.codes: dict[Var, tuple[Var, Coding]] = {}
         self.decoded: set[Var] = set()
@@ -133,15 +127,17 @@ class _Level:
             codings.append(coding)
         eqn = eqn.replace(invars=invars)
         if any(codings):
-            eqn = running(eqn, self.rewriter.open(_compat.inner_jaxpr(eqn)[0], codings))
+            eqn = running(eqn, self.on_codes(_compat.inner_jaxpr(eqn)[0], tuple(codings)))
         self.eqns.append(eqn)
 
     def decode(self, weight: Atom, reader: JaxprEqn | None) -> None:
-        """Decodes a weight once: later equations read it too."""
+        """Decodes a weight once, in the name scope of its reader: later equations read it too."""
         if is_var(weight) and weight in self.codes and weight not in self.decoded:
             codes, coding = self.codes[weight]
             self.decoded.add(weight)
-            self.eqns.append(self.rewriter.decoding(codes, coding, weight, reader))
+            eqn = self.decoding(coding, type_of(codes).shape)
+            eqn = eqn.replace(invars=[codes], outvars=[weight])
+            self.eqns.append(eqn.replace(source_info=reader.source_info) if reader else eqn)
 
     def viewed(self, eqn: JaxprEqn, codes: Var, coding: Coding) -> bool:
         """Takes a slice, a reshape, a cast or rows of a weight as those of its codes, if it is."""
