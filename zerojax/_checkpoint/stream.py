@@ -170,7 +170,7 @@ def _streamed(
         values = [params[one.leaf].value for one in tensor.parts]
         _refusals.check_alive({one.leaf: params[one.leaf].value for one in tensor.parts})
         if known is not None:  # a process may train, or leave the loop, before its end
-            known.again()
+            known()
         array = _gathered(values, [one.index for one in tensor.parts], gather)
         ahead.append((name, array, gather.most_bytes))
         counted += gather.most_bytes

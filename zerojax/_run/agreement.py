@@ -4,7 +4,7 @@
 Every call that communicates has a number, in the order in which a process makes them. A call that
 nobody has compared yet (a save, the first call of a step) compares all that it depends on before it
 moves a byte: `agree`. That takes 1.3 ms on one host, an eighth of a step of 10 ms. So a call that
-repeats one only notes a line under its number: `Known.again`, in 1 us. Twice a second a thread
+repeats one only notes a line under its number: `Known`, in 1 us. Twice a second a thread
 sends the last lines to the first process, which compares them; `agree` compares them too. Processes
 whose lines differ raise in their next call; one that waits for its devices by then, or does not
 call again, is ended.
@@ -13,7 +13,7 @@ call again, is ended.
 import atexit
 import collections
 import contextlib
-import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -24,7 +24,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jaxlib
@@ -145,18 +145,8 @@ class _Calls:
 
 _COMMON: dict[tuple[int, ...], _Calls] = {}  # by the processes that make them together
 _OVER = threading.Event()
-
-
-@dataclasses.dataclass(frozen=True)
-class Known:
-    """A call that all processes have compared, and make again."""
-
-    calls: _Calls
-    line: str
-
-    def again(self) -> None:
-        """Notes the call. Raises if a process has made another one before."""
-        self.calls.add(self.line)
+# Notes a call that all processes have compared, and make again: `_Calls.add`.
+Known: TypeAlias = Callable[[], int]
 
 
 def check_order() -> None:
@@ -197,7 +187,8 @@ def agree(
         number = calls.add(call)
         said["the calls before"] = calls.written(SENT_LINES)
         keys = calls.met, f"{calls.key}/{number}"
-        calls.met, known = keys[1], Known(calls, f"{call} of call {number}{name}")
+        line = f"{call} of call {number}{name}"
+        calls.met, known = keys[1], functools.partial(calls.add, line)
     if difference := _difference_between(members, call, {**said, **items()}, *keys, calls):
         if calls is not None:
             calls.raised.set()

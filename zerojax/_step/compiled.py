@@ -70,7 +70,7 @@ class CompiledStep:
             leaves = jax.tree.leaves(state)
             self.plan._compare_new(leaves)
             if self.known is not None:
-                self.known.again()
+                self.known()
             if self.executable.donate_argnums:
                 _refusals.check_distinct(leaves, state)
             args = _move.own(args, self.plan.mesh.devices.flat)

@@ -298,7 +298,7 @@ class Step:
         shapes = _fingerprint.of_shapes(arguments)
         if (plan, shapes) in self._agreed:
             if known := self._agreed[plan, shapes]:
-                known.again()
+                known()
             return
 
         def items() -> dict[str, str]:
