@@ -245,13 +245,14 @@ class Conversion:
     def __init__(self, leaves: Sequence[Leaf], saved: Mapping[str, jax.ShapeDtypeStruct]) -> None:
         self.saved = saved
         self.like = {leaf.name: stored_struct(leaf.value) for leaf in leaves}
-        self.wanted, self.theirs = _roles.names_of(self.like), _roles.names_of(saved)
-        self.is_needed = self.wanted.wrappers != self.theirs.wrappers
+        wrappers, self.wanted = _roles.names_of(self.like)
+        of_saved, self.theirs = _roles.names_of(saved)
+        self.is_needed = wrappers != of_saved
 
     def as_wanted(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the saved leaves as if they had been saved like `like`, and those left over."""
         structs = {}
-        for owner, names in self.wanted.roles.items():
+        for owner, names in self.wanted.items():
             sources = self.sources(owner)
             for role, name in names.items():
                 if self.is_same(owner):
@@ -260,16 +261,14 @@ class Conversion:
                     shape = next((self.saved[source].shape for source in sources.values()), ())
                     shape = _encodings.scale_shape(shape) if role == SCALES else shape
                     structs[name] = jax.ShapeDtypeStruct(shape, self.like[name].dtype)
-        left = [
-            names for owner, names in self.theirs.roles.items() if owner not in self.wanted.roles
-        ]
+        left = [names for owner, names in self.theirs.items() if owner not in self.wanted]
         names = [name for names in left for role, name in names.items() if role != UPDATES]
         return structs | {name: self.saved[name] for name in names}
 
     def check_whole(self, matched: Container[str], keep: str | None) -> None:
         """Raises if what `match` has found is only a part of a number: a weight without its master,
         from which the next step would restore the old one, or codes without their scales."""
-        for roles in self.wanted.roles.values():
+        for roles in self.wanted.values():
             names = [name for role, name in roles.items() if role != UPDATES]
             kept = [name for name in names if name not in matched]
             if kept and len(kept) < len(names):
@@ -283,13 +282,13 @@ class Conversion:
 
     def sources(self, owner: str) -> dict[str, str]:
         """Returns the saved names that make up a leaf, by their roles; first that of its shape."""
-        names = self.theirs.roles.get(owner, {})
+        names = self.theirs.get(owner, {})
         is_copied = MASTER in names and not self.is_same(owner)
         return {role: names[role] for role in ([MASTER] if is_copied else PARTS) if role in names}
 
     def is_same(self, owner: str) -> bool:
         """Whether a leaf has the roles that it was saved with, and dtypes that need no encoding."""
-        mine, theirs = self.wanted.roles[owner], self.theirs.roles.get(owner, {})
+        mine, theirs = self.wanted[owner], self.theirs.get(owner, {})
         if mine.keys() != theirs.keys() or mine.keys() != {AS_MOMENT}:
             return mine.keys() == theirs.keys()
         dtypes = {self.like[mine[AS_MOMENT]].dtype, self.saved[theirs[AS_MOMENT]].dtype}
@@ -298,10 +297,10 @@ class Conversion:
     def read(self, matched: Mapping[str, PyTree], read: Read) -> dict[str, Array]:
         """Reads the leaves of `like` that `match` has found in `as_wanted()`."""
         sources, values = dict[str, str](), {}
-        for owner, names in self.wanted.roles.items():
+        for owner, names in self.wanted.items():
             roles = {name: role for role, name in names.items() if name in matched}
             if self.is_same(owner):
-                sources |= {n: self.theirs.roles[owner][role] for n, role in roles.items()}
+                sources |= {n: self.theirs[owner][role] for n, role in roles.items()}
             elif roles:
                 values |= self.converted(owner, roles, matched, read)
         whole = read({source: matched[name] for name, source in sources.items()})
@@ -313,7 +312,7 @@ class Conversion:
         """Reads one leaf and returns its parts, of which `roles` says what they are."""
         sources = self.sources(owner)
         # It is read, into device memory, as that of its parts of which a device has least.
-        likes = [self.like[n] for role, n in self.wanted.roles[owner].items() if role != SCALES]
+        likes = [self.like[n] for role, n in self.wanted[owner].items() if role != SCALES]
         like = min(likes, key=lambda x: math.prod(x.sharding.shard_shape(x.shape)))
         place, target = _on_device(like.sharding), {}
         for role, name in sources.items():

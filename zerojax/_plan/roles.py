@@ -6,7 +6,6 @@ of its nodes tell. In files, only the names do. The parts of a number are leaves
 
 import collections
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import jax
 import optax
@@ -52,18 +51,9 @@ def roles_of(tree: PyTree) -> list[str]:
     return roles
 
 
-class WrappedNames(NamedTuple):
-    """The names of a state's leaves: for a leaf of an unwrapped state, the name of each role.
-
-    `wrappers` are the kinds of states that wrap the optimizer's, the outer one first.
-    """
-
-    wrappers: tuple[type, ...]
-    roles: Mapping[str, Mapping[str, str]]
-
-
-def names_of(names: Iterable[str]) -> WrappedNames:
-    """Returns the roles of names, which are those of a whole state."""
+def names_of(names: Iterable[str]) -> tuple[list[type], Mapping[str, Mapping[str, str]]]:
+    """Returns the kinds of states that wrap the optimizer's, the outer one first; and, for a leaf
+    of the state without these, the name of each role. The names are those of a whole state."""
     roles: dict[str, dict[str, str]] = collections.defaultdict(dict)
     inside: dict[str, str] = {}  # names within the optimizer state, without what wraps it
     params = root = ""
@@ -87,7 +77,7 @@ def names_of(names: Iterable[str]) -> WrappedNames:
                 roles[owners.get(field, f"{params}/{rest}")][field] = name
     for name, rest in inside.items():
         roles[f"{root}/{rest}"][AS_MOMENT] = name
-    return WrappedNames(tuple(wrappers), roles)
+    return wrappers, roles
 
 
 def number_of(parts: Mapping[str, Array]) -> Array:

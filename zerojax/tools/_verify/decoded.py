@@ -29,7 +29,8 @@ InTwoLeaves: TypeAlias = dict[str, Mapping[str, str]]
 
 def numbers_of(plan: Plan) -> InTwoLeaves:
     numbers: InTwoLeaves = {}
-    for parts in _roles.names_of(leaf.path for leaf in plan.leaves).roles.values():
+    _, roles = _roles.names_of(leaf.path for leaf in plan.leaves)
+    for parts in roles.values():
         if CORRECTION in parts:
             numbers[f"{parts[AS_WEIGHT]} (master)"] = parts
         elif SCALES in parts:
