@@ -1,6 +1,5 @@
 """The types that signatures speak of, where JAX has no name for them; and which values are keys."""
 
-from collections.abc import Iterable
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -10,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 PyTree: TypeAlias = Any  # arrays, or what stands for them, in nested containers
+TreeDef: TypeAlias = Any  # a `jax.tree_util.PyTreeDef`, which type checkers take for a variable
 Number: TypeAlias = Any  # or None where it is unknown
 Shape = tuple[int, ...]
 
@@ -25,12 +25,6 @@ class Device(Protocol):
     def device_kind(self) -> str: ...
     @property
     def process_index(self) -> int: ...
-
-
-class TreeDef(Protocol):
-    """A `jax.tree_util.PyTreeDef`, which type checkers take for a variable too."""
-
-    def unflatten(self, leaves: Iterable[PyTree], /) -> PyTree: ...
 
 
 def kinds_of(tree: PyTree) -> set[type]:
