@@ -40,13 +40,6 @@ PASSED = ELEMENTWISE | {"reshape", "transpose", "squeeze", "expand_dims", "reduc
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbering:
-    """Numbers along a dimension of so many elements."""
-
-    count: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Mask:
     """An array with zeros: the masks that it is a product of, by name, with their shares of other
     elements, and the number of elements that were summed into one."""
@@ -59,7 +52,7 @@ class Mask:
         return min(1.0, self.summed * math.prod(share for _, share in self.shares))
 
 
-Fact: TypeAlias = Mask | Numbering | str | None
+Fact: TypeAlias = Mask | int | str | None  # an int: numbers along a dimension of so many elements
 
 
 def needed(jaxpr: Jaxpr, inputs: Sequence[Fact]) -> float:
@@ -99,13 +92,13 @@ def _fact(eqn: JaxprEqn, operands: list[Fact]) -> Fact:
     """Returns what is known of an equation's results."""
     name, shapes = eqn.primitive.name, [type_of(v) for v in (*eqn.outvars, *eqn.invars)]
     masks = [fact for fact in operands if isinstance(fact, Mask)]
-    indices = [fact for fact in operands if isinstance(fact, Numbering)]
+    indices = [fact for fact in operands if isinstance(fact, int)]
     if name == "iota":
-        return Numbering(shapes[0].shape[Eqn(eqn).dimension])
+        return shapes[0].shape[Eqn(eqn).dimension]
     if operands and {*operands} <= {OF_WEIGHTS, CONSTANT}:
         return OF_WEIGHTS if OF_WEIGHTS in operands else CONSTANT
     if name == "eq" and len(indices) == 1 and CONSTANT not in operands:
-        return Mask(frozenset([(eqn.outvars[0], 1 / indices[0].count)]))
+        return Mask(frozenset([(eqn.outvars[0], 1 / indices[0])]))
     if indices and name in ELEMENTWISE | MOVING:
         return indices[0] if {*operands} <= {*indices, CONSTANT} else None
     result: Mask | None = None
