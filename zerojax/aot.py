@@ -24,7 +24,7 @@ from zerojax import _compat
 from zerojax._declared import checked
 from zerojax._loss import batch as _batch
 from zerojax._plan import mesh as _mesh
-from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.plan import Plan
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import Device, PyTree, is_key
 from zerojax.tools._hlo import gpus as _gpus
@@ -109,7 +109,6 @@ def batch(shapes: PyTree, plan: Plan, *, batch_specs: PyTree = None) -> PyTree:
         >>> print(tokens.shape, tokens.sharding.spec)
         (32, 128) P('data',)
     """
-    check_plan(plan, "aot.batch(shapes, plan)")
     _refusals.check_values(shapes, "batch", or_shapes=True)
 
     def placed(leaf: PyTree, role: _batch.Role) -> jax.ShapeDtypeStruct:

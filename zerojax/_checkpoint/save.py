@@ -23,7 +23,7 @@ from zerojax._checkpoint import extras as _extras, files as _files, matching as 
 from zerojax._checkpoint.extras import Extras, Json
 from zerojax._declared import checked
 from zerojax._plan.padding import Shape, padded_shapes, remember
-from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.plan import Plan
 from zerojax._run import agreement as _agreement
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import PyTree
@@ -95,8 +95,6 @@ def save(
     """
     target = absolute(path)
     check_leaves(state)
-    if plan is not None:
-        check_plan(plan, "plan=")
     shapes = padded_shapes(state, plan)
     shared, own = _extras.encoded(step, rng, data, metadata, {})
     agree("zerojax.save", target, state, OWN_DATA, **shared, shapes=shapes)

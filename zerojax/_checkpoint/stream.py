@@ -30,7 +30,7 @@ from zerojax._checkpoint.names import FileParam, Names, Source, params_of
 from zerojax._declared import checked
 from zerojax._kernel.arrays import layer_of
 from zerojax._plan.padding import padded_param_shapes, unpadded
-from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.plan import Plan
 from zerojax._plan.resharding import check_float, check_placed
 from zerojax._run import agreement as _agreement
 from zerojax._specs import Entry, names_in
@@ -57,8 +57,6 @@ def outgoing(
     other; if it has neither, as the weight if `decodes`.
     """
     _refusals.check_alive(state)
-    if plan is not None:
-        check_plan(plan, "plan=")
     named = {} if names is None else names
 
     def is_weight(codes: str, weight: str) -> bool:

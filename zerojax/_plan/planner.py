@@ -30,7 +30,7 @@ from zerojax._plan import (
 from zerojax._plan.expert import Experts, as_experts
 from zerojax._plan.kept import stored_with
 from zerojax._plan.offload import as_offload
-from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import PlanOptions, StateOptions
 from zerojax._plan.precision import Precision
 from zerojax._plan.rule import Rule, chosen_groups
@@ -345,8 +345,6 @@ def unpad(state: PyTree, plan: Plan | None = None) -> PyTree:
         (264, 3) (257, 3)
     """
     _refusals.check_alive(state)
-    if plan is not None:
-        check_plan(plan, "plan=")
     plan = _carried.carried_plan(state) or plan
     if plan is None:
         raise ValueError(
@@ -384,8 +382,6 @@ def gather_params(state: PyTree, plan: Plan | None = None) -> PyTree:
     """
     _refusals.check_alive(state)
     _refusals.check_values(state)
-    if plan is not None:
-        check_plan(plan, "plan=")
     params = _state.params_in(state)
     if params is state and plan is None:  # parameters, or several states in one tree
         shapes = _padding.resting_shapes(params) | _padding.padded_shapes(params)

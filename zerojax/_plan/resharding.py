@@ -19,7 +19,7 @@ from zerojax._axis_types import auto_axes, auto_mesh, computed_with, typed
 from zerojax._declared import checked
 from zerojax._kernel.places import Placement
 from zerojax._plan.padding import padded_param_shapes, unpadded
-from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.plan import Plan
 from zerojax._plan.precision import decoded_in
 from zerojax._run import agreement as _agreement
 from zerojax._specs import as_names, axes_size, beyond, names_in
@@ -64,8 +64,6 @@ def reshard(
     """
     _refusals.check_alive(state)
     check_float(dtype)
-    if plan is not None:
-        check_plan(plan, "plan=")
     params = _state.params_in(state)
     leaves, shapes = _state.leaves_with_paths(params), padded_param_shapes(params, state, plan)
     if not leaves:

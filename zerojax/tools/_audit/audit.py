@@ -15,7 +15,7 @@ from zerojax import _compat
 from zerojax._declared import checked
 from zerojax._jaxprs import type_of
 from zerojax._plan import mesh as _mesh
-from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.plan import Plan
 from zerojax._plan.precision import is_float
 from zerojax._state import carried as _carried
 from zerojax._step.jitted import Step
@@ -67,7 +67,7 @@ def audit(
         >>> print({kind: int(sent) for kind, sent in report.check().totals.items()})
         {'all-gather': 3584, 'reduce-scatter': 3584, 'all-reduce': 14}
     """
-    gpu = _checked(plan, gpu, per_host=per_host, accumulate=accumulate)
+    gpu = _checked(gpu, per_host=per_host, accumulate=accumulate)
     args = [arg for arg in (state, batch, rng) if arg is not None]
     recipe, program, text, warnings = getattr(step, "recipe", None), None, step, []
     notes: Notes | None = None
@@ -127,15 +127,13 @@ def _backend(module: Module, device: Device | None, gpu: Gpu | None) -> str:
     return "tpu"
 
 
-def _checked(plan: object, gpu: object, **counts: object) -> Gpu | None:
+def _checked(gpu: object, **counts: object) -> Gpu | None:
     """Returns the GPU that is named, if one is; raises for options that make no sense."""
     for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}={value!r} must be a positive integer: {COUNTED[name]}.")
     if gpu is not None and not isinstance(gpu, str | Gpu):
         raise TypeError(f"gpu={gpu!r} names no GPU. Name one of {', '.join(_gpus.GPUS)}.")
-    if plan is not None:
-        check_plan(plan, "audit(plan=)")
     return _gpus.named(gpu) if isinstance(gpu, str) else gpu
 
 

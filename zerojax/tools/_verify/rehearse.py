@@ -24,7 +24,7 @@ from zerojax._kernel.places import LeafPlan
 from zerojax._loss import batch as _batch
 from zerojax._plan import planner as _planner
 from zerojax._plan.encodings import NEIGHBOURS
-from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.plan import Plan
 from zerojax._plan.roles import SCALES, roles_of
 from zerojax._progress import working
 from zerojax._specs import Axes, axes_size, beyond, names_in
@@ -46,7 +46,6 @@ def rehearsal(
 
     Returns a step, its state and its other arguments, and the checks and notes of the placement.
     """
-    check_plan(plan, "verify(plan=)")
     if hasattr(step, "pure"):
         step, source, rng = step._unmade(source, rng)
     if not isinstance(step, Step) or not step.recipe.options.differentiates:
