@@ -14,8 +14,7 @@ if typing.TYPE_CHECKING:
     from zerojax.tools._forecast.study import study as study
     from zerojax.tools._hlo.gpus import Rates as Rates, rates_of as rates_of
     from zerojax.tools._meter import Meter as Meter
-    from zerojax.tools._replay.blame import ReplayError as ReplayError
-    from zerojax.tools._replay.replayed import replay as replay
+    from zerojax.tools._replay import ReplayError as ReplayError, replay as replay
     from zerojax.tools._verify.compare import Verification as Verification
 
 _EXPORTS = {  # imported when they are first used
@@ -25,8 +24,7 @@ _EXPORTS = {  # imported when they are first used
     "_forecast.study": ["study"],
     "_hlo.gpus": ["Rates", "rates_of"],
     "_meter": ["Meter"],
-    "_replay.blame": ["ReplayError"],
-    "_replay.replayed": ["replay"],
+    "_replay": ["ReplayError", "replay"],
     "_verify.compare": ["Verification"],
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
