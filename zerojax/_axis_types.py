@@ -12,7 +12,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax._specs import Axes
+from zerojax._specs import Axes, axes_in
 from zerojax._types import PyTree
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def typed(value: PyTree, sharding: NamedSharding) -> PyTree:
     mesh = sharding.mesh.abstract_mesh
     if not mesh.explicit_axes or not isinstance(value, Tracer):
         return value
-    entries = [(e,) if isinstance(e, str) else e or () for e in sharding.spec]
+    entries = map(axes_in, sharding.spec)
     kept = [tuple(axis for axis in e if axis in mesh.explicit_axes) or None for e in entries]
     with seen_as(mesh):
         return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec(*kept)))

@@ -13,9 +13,14 @@ Axes = tuple[str, ...]
 Entry = str | tuple[str, ...] | None  # of a PartitionSpec
 
 
+def axes_in(entry: Entry) -> Axes:
+    """Returns the mesh axes in an entry of a spec."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
 def names_in(entries: Iterable[Entry]) -> set[str]:
     """Returns the mesh axes in the entries of a spec."""
-    return {name for e in entries for name in ((e,) if isinstance(e, str) else e or ())}
+    return {name for entry in entries for name in axes_in(entry)}
 
 
 def as_names(names: object) -> Axes | None:

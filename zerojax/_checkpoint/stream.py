@@ -33,7 +33,7 @@ from zerojax._plan.padding import padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan
 from zerojax._plan.resharding import check_float, check_placed
 from zerojax._run import agreement as _agreement
-from zerojax._specs import Entry, names_in
+from zerojax._specs import Entry, axes_in, names_in
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._state.packed import Coding
 from zerojax._types import PyTree
@@ -264,7 +264,7 @@ def _whole(value: Array, index: Sequence[Array], spec: PartitionSpec, dtype: np.
     entries: list[Entry] = [*spec, *[None] * (value.ndim - len(spec))]
     owners = []
     for at, entry in zip(index, entries, strict=False):
-        if axes := _axes(entry):  # the layers themselves are sharded: one device has this one
+        if axes := axes_in(entry):  # the layers themselves are sharded: one device has this one
             at -= lax.axis_index(axes) * len(value)
             owners.append((axes, (at >= 0) & (at < len(value))))
             at = jnp.clip(at, 0, len(value) - 1)
@@ -277,10 +277,6 @@ def _whole(value: Array, index: Sequence[Array], spec: PartitionSpec, dtype: np.
     for axes, is_mine in owners:
         value = lax.psum(jnp.where(is_mine, value, 0), axes).astype(value.dtype)  # of booleans too
     for dim, entry in enumerate(entries[len(index) :]):
-        if axes := _axes(entry):
+        if axes := axes_in(entry):
             value = lax.all_gather(value, axes, axis=dim, tiled=True)
     return lax.bitcast_convert_type(value, dtype) if is_float else value
-
-
-def _axes(entry: Entry) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()

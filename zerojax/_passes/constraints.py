@@ -25,7 +25,7 @@ from zerojax import _axis_types, _compat
 from zerojax._jaxprs import Atom, Eqn, is_var, mapped_params, params_of, with_params
 from zerojax._passes.loss import Loss
 from zerojax._passes.one_device import seeing
-from zerojax._specs import names_in
+from zerojax._specs import axes_in, names_in
 from zerojax._types import PyTree
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
@@ -143,8 +143,7 @@ class _Dropper:
         def kept(entry: PyTree) -> PyTree:
             if entry is None or entry is PartitionSpec.UNCONSTRAINED:
                 return entry
-            names = entry if isinstance(entry, tuple) else (entry,)
-            return tuple(name for name in names if name in free) or None
+            return tuple(name for name in axes_in(entry) if name in free) or None
 
         mesh = self.mesh(sharding.mesh.abstract_mesh)
         return NamedSharding(mesh, PartitionSpec(*map(kept, sharding.spec)))

@@ -13,7 +13,7 @@ import numpy as np
 from flax.core import meta, spmd
 from jax.sharding import PartitionSpec
 
-from zerojax._specs import Entry, names_in
+from zerojax._specs import Entry, axes_in, names_in
 from zerojax._state.state import PARAMS, Leaf, finds, leaves_with_paths, matching, path_name
 from zerojax._types import PyTree, Shape
 
@@ -33,8 +33,7 @@ def own_axes(
     specs: dict[str, PartitionSpec] = getattr(state, "annotations", {})
 
     def free_in(entry: Entry) -> Entry:
-        names = (entry,) if isinstance(entry, str) else entry or ()
-        return tuple(name for name in names if name in free)
+        return tuple(name for name in axes_in(entry) if name in free)
 
     for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_box)[0]:
         names = _spec_of(node) if _is_box(node) else specs.get(path_name(path))
