@@ -123,11 +123,6 @@ def _calls(eqn: JaxprEqn, name: str) -> bool:
 # That count must exist before the first one runs, so what computes it becomes a jaxpr of its own,
 # and the loss takes it as an input. Then the parts of the loss add up, provided that each mean
 # enters it linearly.
-def has_counts(loss: Loss) -> bool:
-    """Whether a loss counts over the devices."""
-    return _has_counts(loss.jaxpr)
-
-
 def with_counts_first(loss: Loss, differ: Sequence[bool]) -> Loss:
     """Takes the calls that count over the devices out of a loss, which then divides by counts that
     it is given. Its `counter` returns those of one microbatch on one device. Of the arguments, some
@@ -138,13 +133,13 @@ def with_counts_first(loss: Loss, differ: Sequence[bool]) -> Loss:
         if _calls(eqn, MEAN):
             means.update(eqn.outvars)
         opens = is_call(eqn) and not _calls(eqn, COUNT)
-        return opens and any(map(_has_counts, _compat.inner_jaxprs(eqn)))
+        return opens and any(map(has_counts, _compat.inner_jaxprs(eqn)))
 
     eqns = list(inliner.flat(jaxpr.eqns, expands))
     counts = [eqn for eqn in eqns if _calls(eqn, COUNT)]
     kept = [eqn for eqn in eqns if not _calls(eqn, COUNT)]
     for eqn in kept:
-        if any(map(_has_counts, _compat.inner_jaxprs(eqn))):
+        if any(map(has_counts, _compat.inner_jaxprs(eqn))):
             raise ValueError(
                 f"zerojax.mean inside {eqn.primitive.name} cannot be made exact through "
                 "accumulate=: its count is needed before the microbatches run. Call it outside "
@@ -180,7 +175,8 @@ def with_counts_first(loss: Loss, differ: Sequence[bool]) -> Loss:
     return dataclasses.replace(loss, jaxpr=new, counter=counter, constants=constants)
 
 
-def _has_counts(jaxpr: Jaxpr) -> bool:
+def has_counts(jaxpr: Jaxpr) -> bool:
+    """Whether a loss counts over the devices."""
     return any(_calls(eqn, COUNT) for eqn in _compat.every_eqn(jaxpr))
 
 

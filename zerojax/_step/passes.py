@@ -38,7 +38,7 @@ def rewritten(
         split = how.axis, blocks, dims, have_rows, how.most_gathered
         passes.append(lambda loss: split_sequences(loss, *split))
     # Before layers are rolled up: that leaves no call of a mean, and puts some into loops.
-    if options.accumulate > 1 and has_counts(loss):
+    if options.accumulate > 1 and has_counts(loss.jaxpr):
         passes.append(lambda loss: with_counts_first(loss, is_split))
     if (who := plan.experts) and (size := plan.mesh.shape[who.axis]) > 1:
         apart = [leaf.experts for leaf in plan.params]
