@@ -117,12 +117,6 @@ def shortened(words: Sequence[str], width: int) -> list[str]:
     return max(tried, key=lambda short: len(set(short)))  # the first of the best
 
 
-def told_apart(words: Sequence[str], width: int) -> list[str]:
-    """Shortens words to `width`, or to as much more as it takes for all to stay different."""
-    tried = (shortened(words, wide) for wide in itertools.count(width))
-    return next(short for short in tried if len(set(short)) == len(set(words)))
-
-
 @contextlib.contextmanager
 def fitted() -> Iterator[None]:
     """Fits text to COLUMNS, or to 80 columns, where there is no terminal to fit it to."""

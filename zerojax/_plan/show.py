@@ -16,7 +16,7 @@ from zerojax._plan.precision import is_float
 from zerojax._plan.roles import CODED, CORRECTION, SCALES, WIDE, roles_of
 from zerojax._state.packed import LEAST_RUN, MOST_RUN, coding_for, codings_of
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
-from zerojax._table import NUMBER, Cell, Table, human_bytes, told_apart
+from zerojax._table import NUMBER, Cell, Table, human_bytes, shortened
 from zerojax._types import Device
 from zerojax._wire.codecs import QuantizedWire, codec_of, rules_of
 
@@ -42,7 +42,7 @@ REASON = "why not sharded"
 # Columns that most plans leave empty.
 RARE = "padded to", "kept as", "memory", "sent as", "not in the mesh", "left to ZeRO"
 LEAVES, DEVICES = 16, 8  # at most, in a picture
-LONGEST_PATH = 36  # unless it takes more to tell two apart
+LONGEST_PATH = 36
 Row = dict[str, Any]
 Bounds = list[tuple[int, int]]  # of a part of a leaf, by dimension
 
@@ -74,7 +74,7 @@ def plot(plan: Layout, path: str | None) -> Figure:
             _draw_box(axes, column, row, leaf, held[device])
         size = f"{human_bytes(leaf.bytes_per_device(plan.mesh))} of {human_bytes(leaf.nbytes)}"
         axes.text(len(devices) + 0.1, row, size, va="center", fontsize=_figures.SMALL)
-    names = told_apart([leaf.path for leaf in leaves], LONGEST_PATH)
+    names = shortened([leaf.path for leaf in leaves], LONGEST_PATH)
     axes.set_yticks(range(len(leaves)), names, fontsize=_figures.SMALL)
     axes.set_xticks([n + 0.46 for n in range(len(devices))], [str(d.id) for d in devices])
     axes.set_xlim(-0.1, len(devices) + 1.9)
