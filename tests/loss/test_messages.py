@@ -169,14 +169,17 @@ WRONG = [
 # All that the message says of a batch of 60 rows.
 SIXTY = (
     r"batch leaf x has 60 examples.*8 devices. Use 56 or 64 examples, or pad: "
-    r"batch, mask = zerojax.pad_batch\(batch\), with zerojax.mean\(values, where=mask\) in"
+    r"batch, mask = zerojax.pad_batch\(batch{}\), with zerojax.mean\(values, where=mask\) in"
 )
 UNEVEN = r"batch leaf x has 64 and batch leaf y has 8. Give every leaf one row"
 BATCHES = [
-    (train(named, rows(x=60)), SIXTY),
-    (grads(rows(x=60)), SIXTY),
-    (lambda: shard_batch(rows(x=60)), SIXTY),
-    (train(named, rows(x=64), accumulate=3), r"8 devices x 3 .* 48 or 72.*batch, accumulate=3\)"),
+    (train(named, rows(x=60)), SIXTY.format(", like=state")),
+    (grads(rows(x=60)), SIXTY.format(", like=plan")),
+    (lambda: shard_batch(rows(x=60)), SIXTY.format("")),
+    (
+        train(named, rows(x=64), accumulate=3),
+        r"8 devices x 3 .* 48 or 72.*, accumulate=3, like=state\)",
+    ),
     (train(named, rows(x=60), state=on_seven), r"60.*7 devices.*pad_batch\(batch, like=state\)"),
     (lambda: shard_batch(np.ones((0, 2))), r"the batch has 0 examples.*Use 8 examples"),
     (train(named, rows(x=64, y=8)), UNEVEN),

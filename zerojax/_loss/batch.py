@@ -151,19 +151,13 @@ def counted(args: Sequence[PyTree], roles: Sequence[Role]) -> tuple[str, int]:
     return name, rows
 
 
-def pad_options(options: Any, plan: Plan) -> str:
+def pad_options(options: Any) -> str:
     """Writes the options of `zerojax.pad_batch` for a batch of such a step, as users type them."""
     text = f", accumulate={options.accumulate}" if options.accumulate > 1 else ""
-    # The default mesh has all devices; only the plan knows of others.
-    is_default = (plan.size, plan.batch_axes) == (jax.device_count(), (_mesh.DEFAULT_AXIS,))
-    if not hasattr(options, "plan"):  # of `value_and_grad`, whose user has the plan
-        holder = "" if is_default else "plan"
-    elif options.plan is not None:
-        holder = "plan"
-    else:
-        of_state = "optimizer" if options.mutable == NNX_FIELDS else "state"
-        holder = "" if is_default else of_state
-    text += f", like={holder}" if holder else ""
+    holder = "plan"  # which the user of `value_and_grad` has
+    if hasattr(options, "plan") and options.plan is None:
+        holder = "optimizer" if options.mutable == NNX_FIELDS else "state"
+    text += f", like={holder}"
     return text + ", batch_specs=batch_specs" * (options.batch_specs is not None)
 
 

@@ -105,8 +105,3 @@ class Loss:
 
 
 Pass: TypeAlias = Callable[[Loss], Loss]
-
-
-def loss_of(jaxpr: Jaxpr, params: Sequence[LeafPlan]) -> Loss:
-    """Returns a loss that takes the parameters of a state as they are."""
-    return Loss(jaxpr, tuple(params), Feed((), tuple(range(len(params)))))

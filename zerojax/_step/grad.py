@@ -24,7 +24,7 @@ from zerojax._loss import (
 )
 from zerojax._loss.trace import TracedLoss, explained_dtypes, trace_loss
 from zerojax._passes import means as _means
-from zerojax._passes.loss import loss_of
+from zerojax._passes.loss import Feed, Loss
 from zerojax._plan import move as _move, padding as _padding
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import seen_in
@@ -128,7 +128,7 @@ def loss_and_grads(
     arg_values = jax.tree.leaves(tuple(args))
     splits = plan._splits
     roles = _batch.roles(args, options.batch_specs, splits)
-    _batch.check(args, roles, splits.ways, options.accumulate, _batch.pad_options(options, plan))
+    _batch.check(args, roles, splits.ways, options.accumulate, _batch.pad_options(options))
     program = _program(loss_fn, plan, options, params, args, roles, backward)
     leaves, updates = backward.state if backward else (), list(program.updates.values())
     state = [
@@ -217,7 +217,8 @@ def _program(
     plan = plan._regathering(options.schedule.regather)
     microbatches = _batch.Microbatches(roles, options.accumulate)
     codecs = [codecs_of(leaf, precision, plan) for leaf in plan.params]
-    loss, have_rows = loss_of(traced.jaxpr, plan.params), jax.tree.leaves(per_example)
+    feed, have_rows = Feed((), tuple(range(len(plan.params)))), jax.tree.leaves(per_example)
+    loss = Loss(traced.jaxpr, tuple(plan.params), feed)
     loss = rewritten(loss, plan, options, microbatches, codecs, have_rows)
     return Program(plan, options, traced, loss, microbatches, precision, per_example, backward)
 

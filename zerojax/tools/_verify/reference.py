@@ -90,7 +90,7 @@ class Reference:
         self.device = plan.mesh.devices.flat[0] if device is None else device
         self.roles = _batch.roles(args, recipe.options.batch_specs, plan._splits)
         options = recipe.options
-        padding = _batch.pad_options(options, plan)
+        padding = _batch.pad_options(options)
         _batch.check(args, self.roles, plan._splits.ways, options.accumulate, padding)
         _check_fits(plan, self.device)
         self.state = self.moved(on_host(state, plan))
@@ -106,7 +106,7 @@ class Reference:
         floats = [d for d in dtypes if d is not None and jnp.issubdtype(d, jnp.floating)]
         self.computes_narrow = any(jnp.finfo(d).bits < 32 for d in floats)
         # Whether the step skips updates that are not finite.
-        self.may_skip = recipe.skip_nonfinite or _finite.scale_of(self.state) is not None
+        self.may_skip = recipe.options.skip_nonfinite or _finite.scale_of(self.state) is not None
         self._update = jax.jit(self._updated)
 
     @property
@@ -138,7 +138,7 @@ class Reference:
         state = self.state if state is None else state
         params = _state.get_params(state)
         typed = jax.tree.map(lambda g, p: g if is_key(p) else g.astype(p.dtype), grads, params)
-        names = self.recipe.mutable
+        names = self.recipe.options.mutable
         fields = split_fields(averaged(right.aux, names), state, names)[1] if names else {}
         return self._update(state, typed, fields, np.isfinite(right.loss))
 
@@ -146,11 +146,11 @@ class Reference:
         self, state: PyTree, grads: PyTree, fields: dict[str, PyTree], loss_is_finite: jax.Array
     ) -> PyTree:
         """Applies the user's update, and the loss scale's."""
-        new_state = apply_gradients(state, grads, self.recipe.tx, fields)
+        new_state = apply_gradients(state, grads, self.recipe.options.tx, fields)
         if not self.may_skip:
             return new_state
         finite = loss_is_finite & jnp.isfinite(grad_norm(grads))
-        return _finite.guarded(finite, new_state, state, self.recipe.mutable)
+        return _finite.guarded(finite, new_state, state, self.recipe.options.mutable)
 
     def with_draws_alike(self) -> "Reference":
         """Returns the same with keys from which every draw is the same number, on any part.
@@ -202,7 +202,7 @@ class Reference:
         pairs = list(zip(leaves, self.roles if roles is None else roles, strict=True))
         widens = self.computes_narrow and not differentiate
         compute = jnp.float32 if widens else self.precision.compute
-        params, names = _state.get_params(self.state), self.recipe.mutable
+        params, names = _state.get_params(self.state), self.recipe.options.mutable
         # In place of a mesh: there may be fewer devices than parts.
         auto = (AxisType.Auto,) * len(split)
         mesh: PyTree = AbstractMesh((*split.values(),), (*split,), axis_types=auto)
