@@ -116,7 +116,7 @@ class Step:
         """Runs the step on `(state, batch[, rng])`."""
         if self.replays is not None:
             self.replays(*args, **named)
-        with _arguments.explained(args, named, self.recipe.plan):
+        with _arguments.explained(args, named, self.recipe.options.plan):
             jitted = self._for_args(*args, **named)
             plan, others = self._plan_for(args, named), args[1:]
             state = args[0] if args else named.get("state")
@@ -133,7 +133,7 @@ class Step:
 
     def compile(self, *args: PyTree) -> CompiledStep:
         """Compiles the step for `(state, batch[, rng])`, or for their shapes, and runs nothing."""
-        with _arguments.explained(args, {}, self.recipe.plan):
+        with _arguments.explained(args, {}, self.recipe.options.plan):
             lowered, plan, facts, known = self._lowered(args)
             compiled = _compat.compiled_anew if _on_cpus(plan) else jax.stages.Lowered.compile
             with working("compiling the step"):
@@ -151,7 +151,7 @@ class Step:
         another user, or that everyone can write to, is refused.
         """
         written = read(path)
-        with _arguments.explained(args, {}, self.recipe.plan):
+        with _arguments.explained(args, {}, self.recipe.options.plan):
             step = loaded(path, *written, *self._lowered(args))
         return self._checked_too(step, args)
 
@@ -164,7 +164,7 @@ class Step:
     ) -> tuple[jax.stages.Lowered, Plan, Facts, _agreement.Known | None]:
         """Returns the lowered step, its plan, and what its program depends on, once all processes
         have compared that."""
-        plan = _arguments.find_plan(args[0] if args else None, self.recipe.plan)
+        plan = _arguments.find_plan(args[0] if args else None, self.recipe.options.plan)
         lowered = self._for_args(*args).lower(
             *_spelled_as_planned(args, plan, self.recipe.options.batch_specs)
         )
@@ -175,11 +175,11 @@ class Step:
         return lowered, plan, short(_agreement.versions() | facts), known
 
     def lower(self, *args: PyTree, **named: PyTree) -> jax.stages.Lowered:
-        with _arguments.explained(args, named, self.recipe.plan):
+        with _arguments.explained(args, named, self.recipe.options.plan):
             return self._for_args(*args, **named).lower(*args, **named)
 
     def trace(self, *args: PyTree, **named: PyTree) -> jax.stages.Traced:
-        with _arguments.explained(args, named, self.recipe.plan):
+        with _arguments.explained(args, named, self.recipe.options.plan):
             return self._for_args(*args, **named).trace(*args, **named)
 
     def eval_shape(self, *args: PyTree, **named: PyTree) -> PyTree:
@@ -237,7 +237,7 @@ class Step:
         return self._by_plan[self._plan_for(args, named)][1]
 
     def _plan_for(self, args: Sequence[PyTree], named: dict[str, PyTree]) -> Plan | None:
-        return plan_of(args[0] if args else named.get("state"), self.recipe.plan)
+        return plan_of(args[0] if args else named.get("state"), self.recipe.options.plan)
 
     def _chosen_options(
         self, plan: Plan | None, trace: Callable[[], ClosedJaxpr]

@@ -84,14 +84,14 @@ def _train(
 ) -> tuple[PyTree, dict[str, PyTree], Notes]:
     """Returns the state after one step, the metrics, and what the trace knows beside them."""
     plan._check_structure(state)
-    _refusals.check_one_tx(state, recipe.tx)
+    _refusals.check_one_tx(state, recipe.options.tx)
     scale = _finite.scale_of(state)
     # JAX differentiates the scaled loss; metrics and gradients are those of the loss itself.
     logical = plan.unpad(state)
-    loss_fn = _finite.scaled(with_fields(recipe.loss_fn, logical, recipe.mutable), scale)
+    loss_fn = _finite.scaled(with_fields(recipe.loss_fn, logical, recipe.options.mutable), scale)
     guard = None
-    if recipe.skip_nonfinite or scale is not None:
-        guard = functools.partial(_finite.guarded, mutable=recipe.mutable)
+    if recipe.options.skip_nonfinite or scale is not None:
+        guard = functools.partial(_finite.guarded, mutable=recipe.options.mutable)
     wanted = not recipe.options.needs_all(guard is not None)
     wanted = wanted and may_update_in_backward(plan, recipe.options.schedule.update)
     # Where the whole update runs at once, XLA sees the user's own functions.
@@ -104,7 +104,7 @@ def _train(
     graded = loss_and_grads(loss_fn, plan, recipe.options, params, args, backward)
     aux, done = graded.aux, graded.done
     loss, grads, norms = _finite.unscaled((graded.loss, graded.grads, graded.norms), scale)
-    aux, fields = split_fields(aux, logical, recipe.mutable)
+    aux, fields = split_fields(aux, logical, recipe.options.mutable)
     # A tree of parameters may have None in it, and gradients are None where backward has updated.
     of_grads = jax.tree.structure(_state.get_params(state))
     grads = plan._like_params(of_grads.flatten_up_to(grads), [leaf.shape for leaf in plan.params])
@@ -118,7 +118,7 @@ def _train(
         new_state = jax.tree.structure(state).unflatten(streamed.run())
     else:
         inputs = of_grads.unflatten(grads), plan.scatter(state), fields, finite
-        new_state = next_state(recipe.tx, guard, *inputs)
+        new_state = next_state(recipe.options.tx, guard, *inputs)
     metrics |= graded.metrics
     if guard is not None:
         metrics["skipped"] = 1 - finite.astype(jnp.int32)
@@ -135,7 +135,7 @@ def _traced_update(recipe: Recipe, plan: Plan, state: PyTree, guard: Guard | Non
     """Returns the update of a state, with the function of the plan's if both are the same."""
     shapes = (jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves)
     planned = jax.tree.structure(state).unflatten(shapes)
-    update = update_of(planned, recipe.tx, recipe.mutable, guard)
+    update = update_of(planned, recipe.options.tx, recipe.options.mutable, guard)
     precision, shapes = precision_of(plan, recipe.options.precision), list(update.shapes)
     for k, leaf in enumerate(plan.params):
         if not is_key(leaf):

@@ -1,7 +1,6 @@
 """The options of a step, each declared once."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -265,22 +264,6 @@ class Recipe:
 
     loss_fn: Callable[..., PyTree]
     options: TrainOptions | EvalOptions
-
-    @functools.cached_property
-    def plan(self) -> Plan | None:
-        return self.options.plan
-
-    @property
-    def tx(self) -> optax.GradientTransformation | None:
-        return self.options.tx
-
-    @property
-    def mutable(self) -> Sequence[str]:
-        return self.options.mutable
-
-    @property
-    def skip_nonfinite(self) -> bool:
-        return self.options.skip_nonfinite
 
 
 @dataclasses.dataclass(frozen=True)

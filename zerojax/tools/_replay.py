@@ -365,7 +365,7 @@ def _checking(step: Step) -> Step:
     kept = train_step(step.recipe.loss_fn, **vars(options))
 
     def checking(state: PyTree, batch: PyTree, rng: PyTree = None) -> tuple:
-        witness = Witness(find_plan(state, step.recipe.plan).mesh)
+        witness = Witness(find_plan(state, step.recipe.options.plan).mesh)
         args = state, batch, rng
         closed, shapes = jax.make_jaxpr(kept._function, return_shape=True)(*args)
         with _axis_types.auto_axes():
@@ -401,7 +401,7 @@ class Checks:
         return dataclasses.replace(self, checking=_checking(self.step).compile(*args), calls=0)
 
     def check(self, *args: PyTree, **named: PyTree) -> None:
-        plan = find_plan(args[0] if args else named.get("state"), self.step.recipe.plan)
+        plan = find_plan(args[0] if args else named.get("state"), self.step.recipe.options.plan)
         call = functools.partial(self.run, plan.mesh, *args, **named)
         first, second = call(), call()
         odd, _ = _unlike_copies(second, plan.mesh)

@@ -73,7 +73,7 @@ def audit(
     notes: Notes | None = None
     if not isinstance(step, str):
         # The plan by which the state was placed, as the step keeps to it.
-        plan = _carried.carried_plan(state) or plan or (recipe.plan if recipe else None)
+        plan = _carried.carried_plan(state) or plan or (recipe.options.plan if recipe else None)
         placed = plan
         plan = plan._regathering(recipe.options.schedule.regather) if plan and recipe else plan
         program, warnings = _compiled(step, state, batch, args)

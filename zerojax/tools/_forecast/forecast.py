@@ -304,7 +304,8 @@ def _in_steps_of_nnx(losses: dict[str, PyTree], make_state: PyTree) -> dict[str,
     for one in () if is_maker or step else filter(_nnx_state.makes_objects, losses.values()):
         name = getattr(one, "__name__", type(one).__name__)
         raise TypeError(f"the loss comes first, and you passed {name}. {_nnx_state.ARGUMENTS}")
-    of_pure = step is not None and step.recipe.mutable == NNX_FIELDS  # which comes with a state
+    # A step of pure functions comes with a state.
+    of_pure = step is not None and step.recipe.options.mutable == NNX_FIELDS
     if of_pure or not _nnx_state.makes_objects(make_state):
         return losses
     if step:

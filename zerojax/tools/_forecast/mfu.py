@@ -47,9 +47,9 @@ def step_flops(step: Step, state: PyTree, batch: PyTree, rng: PyTree = None) -> 
             "step_flops(step, state, batch); with nnx "
             "step_flops(*step.pure(model, optimizer, batch))."
         )
-    recipe = step.recipe
-    plan = find_plan(state, recipe.plan)
-    return needed_flops(recipe.loss_fn, plan, batch, rng, recipe.mutable, recipe.options.precision)
+    options = step.recipe.options
+    plan, loss_fn = find_plan(state, options.plan), step.recipe.loss_fn
+    return needed_flops(loss_fn, plan, batch, rng, options.mutable, options.precision)
 
 
 @checked

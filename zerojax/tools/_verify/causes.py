@@ -230,7 +230,7 @@ def _normalised(reference: Reference, whole: float, tolerance: float) -> str | N
 
 def _has_statistics(reference: Reference, parts: Replayed) -> bool:
     """Whether the loss updates floats in fields of the state, as BatchNorm does."""
-    fields = jax.tree.leaves([parts.aux[name] for name in reference.recipe.mutable])
+    fields = jax.tree.leaves([parts.aux[name] for name in reference.recipe.options.mutable])
     return any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in fields)
 
 
@@ -339,7 +339,7 @@ def _fields_of(
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray, bool]]:
     """Yields leaves of fields by name: of each part, as a step keeps them, and of the whole batch;
     and whether they have no mean."""
-    names = reference.recipe.mutable
+    names = reference.recipe.options.mutable
     if not names:
         return
     others = (jax.tree.leaves(_reference.averaged(x.aux, names)) for x in (parts, whole))

@@ -165,7 +165,7 @@ def _plan_of(state: PyTree, args: Sequence[PyTree], recipe: Recipe) -> Plan:
     _refusals.check_alive(state)
     for value, what in zip(args, ("batch", "rng"), strict=False):
         _refusals.check_values(value, what)
-    plan = find_plan(state, recipe.plan)
+    plan = find_plan(state, recipe.options.plan)
     if jax.process_count() > 1:
         raise ValueError(
             f"verify gathers everything on one device, and this run has {jax.process_count()} "
@@ -179,7 +179,7 @@ def _plan_of(state: PyTree, args: Sequence[PyTree], recipe: Recipe) -> Plan:
 def _gradients(recipe: Recipe, plan: Plan, state: PyTree, args: Sequence[PyTree]) -> PyTree:
     """Returns the gradients of a step of the library. It traces the fields of its state, and so
     does this."""
-    loss = with_fields(recipe.loss_fn, plan.unpad(state), recipe.mutable)
+    loss = with_fields(recipe.loss_fn, plan.unpad(state), recipe.options.mutable)
     return loss_and_grads(loss, plan, recipe.options, _state.get_params(state), args)[2]
 
 
@@ -324,7 +324,7 @@ def _metric_checks(comparison: Comparison) -> Iterator[Check]:
     if "grad_norm" in metrics:
         norm, name = float(grad_norm(parts.grads)), "grad_norm"
         yield _compare.compare(name, name, metrics[name], norm, tolerance * norm)
-    aux = without_fields(parts.aux, comparison.reference.recipe.mutable)
+    aux = without_fields(parts.aux, comparison.reference.recipe.options.mutable)
     if aux is not None and "aux" in metrics:
 
         def wanted(stacked: jax.Array, mean: jax.Array, value: jax.Array) -> jax.Array:
