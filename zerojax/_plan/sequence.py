@@ -37,13 +37,6 @@ class Sequences:
             )
 
 
-def as_sequences(sequence: object) -> Sequences | None:
+def as_sequences(sequence: Sequences | str | None) -> Sequences | None:
     """Returns the `Sequences` that `sequence=` stands for."""
-    if sequence is None or isinstance(sequence, Sequences):
-        return sequence
-    if isinstance(sequence, str):
-        return Sequences(sequence)
-    raise TypeError(
-        f"sequence={sequence!r} must name one axis of the mesh. Pass sequence='sequence' and "
-        "mesh=zerojax.mesh(data=2, sequence=4), say, or a zerojax.Sequences."
-    )
+    return sequence if isinstance(sequence, Sequences | None) else Sequences(sequence)
