@@ -59,7 +59,7 @@ def test_a_cache_that_others_write_to_is_not_used(tmp_path, open_up, inner, unde
 
 def test_a_cache_is_made_for_its_user_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "zerojax"))
-    kept = programs.folder(), programs.programs_folder()
+    kept = programs.folder(), programs.folder() / "programs"
     before = os.umask(0)
     try:
         assert programs.usable(*kept)

@@ -30,12 +30,6 @@ def folder() -> pathlib.Path | None:
         return None
 
 
-def programs_folder() -> pathlib.Path | None:
-    """Returns where JAX is to keep what steps compile to, if anywhere."""
-    path = folder()
-    return path and path / "programs"
-
-
 def open_to_others(*paths: str | os.PathLike[str]) -> str:
     """Says who else can write to the first of these files or folders for which that is so."""
     for path in paths if os.name == "posix" else ():
@@ -67,12 +61,13 @@ def usable(*paths: pathlib.Path) -> bool:
 def keep() -> None:
     """Has JAX keep what it compiles, so that another process loads it, where the user has not
     decided it. Says so when it makes the folder."""
-    path = programs_folder()
+    caches = folder()
     decided = jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache
-    if path is None or decided:
+    if caches is None or decided:
         return
+    path = caches / "programs"
     is_new = not os.path.isdir(path)
-    if not usable(path.parent, path):
+    if not usable(caches, path):
         return
     jax.config.update("jax_compilation_cache_dir", str(path))
     if jax.config.jax_persistent_cache_min_compile_time_secs == 1.0:  # JAX's default
@@ -80,6 +75,6 @@ def keep() -> None:
     if is_new and jax.process_index() == 0:
         print(
             f"zerojax: compiled programs are kept in {path}, and loaded by later runs. "
-            f"{VARIABLE}=... names another folder than {path.parent}, {VARIABLE}= none.",
+            f"{VARIABLE}=... names another folder than {caches}, {VARIABLE}= none.",
             file=sys.stderr,
         )
