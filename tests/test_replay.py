@@ -205,7 +205,7 @@ def test_a_program_that_is_not_deterministic():
 
 def test_refusals():
     step = zerojax.train_step(layers)
-    with pytest.raises(ValueError, match="every=0 must be 1 or more"):
+    with pytest.raises(ValueError, match="every=0 must be a positive integer: the first call"):
         zerojax.tools.replay(step, every=0)
     state = zerojax.shard_train_state(make_state, stage=3)
     for other in (step.compile(state, ROWS), zerojax.eval_step(layers)):

@@ -166,7 +166,7 @@ SAID = [
         train(stage=3),
         r"unexpected keyword argument 'stage'\. stage= is an option of plan and shard",
     ),
-    (train(keep_layers=0), r"keep_layers=0 must be an integer of 1 or more: the number of"),
+    (train(keep_layers=0), r"keep_layers=0 must be a positive integer: the number of"),
     (train(donate=None), r"donate=None must be True or False"),
     (train(skip_nonfinite=3), r"skip_nonfinite=3 must be True or False"),
     (train(compiler_options=[]), r"compiler_options=\[\] must be a dict of XLA's"),

@@ -48,6 +48,13 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def check_count(count: object, name: str, what: str) -> object:
+    """Returns a positive integer, and raises for all else. `what` says what it counts."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name}={count!r} must be a positive integer: {what}.")
+    return count
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """A set of options; making one checks each."""

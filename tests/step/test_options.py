@@ -57,8 +57,8 @@ ROWS = [
     (lambda: step(keep_layers=2, prefetch=0), "prefetch=False turns that off. Leave prefetch= out"),
     (lambda: step(keep_layers=2, regather=False), "keep_layers=2 .*Leave one of them out"),
     *(
-        (lambda n=n: step(accumulate=n), "accumulate must be a positive integer")
-        for n in (0, -1, 1.5, "2")
+        (lambda n=n: step(accumulate=n), f"accumulate={n!r} must be a positive integer")
+        for n in (0, -1, 1.5, "2", True)
     ),
     # plans
     (lambda: step(plan=3), f"plan= {NO_PLAN.format(3)}"),

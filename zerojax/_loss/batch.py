@@ -2,6 +2,7 @@
 folds keys, and passes all else on."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat, _fingerprint
-from zerojax._declared import checked
+from zerojax._declared import check_count, checked
 from zerojax._loss import fields as _fields
 from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._plan.plan import Plan
@@ -202,13 +203,11 @@ def check_tokens(args: Sequence[PyTree], roles: Sequence[Role], splits: Splits) 
         )
 
 
-def check_accumulate(accumulate: object) -> object:
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(
-            f"accumulate must be a positive integer, got {accumulate!r}: the number of "
-            "microbatches that each device's part of the batch is split into."
-        )
-    return accumulate
+check_accumulate = functools.partial(
+    check_count,
+    name="accumulate",
+    what="the number of microbatches that each device's part of the batch is split into",
+)
 
 
 def parts_text(size: int, accumulate: int) -> str:

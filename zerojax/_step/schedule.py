@@ -1,10 +1,11 @@
 """When a step gathers weights, runs microbatches and layers, and updates: `zerojax.Schedule`."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zerojax._declared import Options, described, option
+from zerojax._declared import Options, check_count, described, option
 from zerojax._specs import as_names
 
 ORDERS = MICROBATCHES, LAYERS = "microbatches", "layers"  # what runs first
@@ -44,15 +45,6 @@ def _one_of(name: str, *values: object, about: str = "") -> Callable[[Any], Any]
         return value
 
     return check
-
-
-def _count_of_layers(count: object) -> object:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(
-            f"keep_layers={count!r} must be an integer of 1 or more: the number of last layers "
-            "whose gathered weights stay for backward."
-        )
-    return count
 
 
 def _compiler_options(options: object) -> object:
@@ -108,7 +100,11 @@ class Schedule(Options):
         """number of last layers of each `scan` whose gathered weights stay for backward, which does
         not gather them again (stage 3): memory for bytes, where links are slow and batches small.
         A `scan` that prefetches keeps one layer anyway; one that keeps more prefetches.""",
-        check=_count_of_layers,
+        check=functools.partial(
+            check_count,
+            name="keep_layers",
+            what="the number of last layers whose gathered weights stay for backward",
+        ),
         flag={"type": int},
     )
     activations: str | Sequence[str] = option(

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from zerojax import _axis_types, _compat
-from zerojax._declared import checked
+from zerojax._declared import check_count, checked
 from zerojax._jaxprs import Eqn, Inliner, is_call, read
 from zerojax._loss.arguments import find_plan
 from zerojax._run import agreement as _agreement
@@ -332,10 +332,7 @@ def replay(step: S, *, every: int) -> S:
         >>> print(metrics["loss"])
         4096.0
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(
-            f"every={every!r} must be 1 or more: the first call and each so many later ones check."
-        )
+    check_count(every, "every", "the first call checks, and each so many later ones")
     source: PyTree = step
     if hasattr(source, "pure"):  # of nnx
         return type(source)(replay(source._functional, every=every))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.stages import Compiled
 
 from zerojax import _compat
-from zerojax._declared import checked
+from zerojax._declared import check_count, checked
 from zerojax._jaxprs import type_of
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan
@@ -130,8 +130,8 @@ def _backend(module: Module, device: Device | None, gpu: Gpu | None) -> str:
 def _checked(gpu: object, **counts: object) -> Gpu | None:
     """Returns the GPU that is named, if one is; raises for options that make no sense."""
     for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r} must be a positive integer: {COUNTED[name]}.")
+        if value is not None:
+            check_count(value, name, COUNTED[name])
     if gpu is not None and not isinstance(gpu, str | Gpu):
         raise TypeError(f"gpu={gpu!r} names no GPU. Name one of {', '.join(_gpus.GPUS)}.")
     return _gpus.named(gpu) if isinstance(gpu, str) else gpu
