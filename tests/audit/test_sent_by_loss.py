@@ -97,15 +97,10 @@ def keys(params, x):
     return x * k.mean(1, keepdims=True)
 
 
-@pytest.fixture(scope="module")
-def in_layers():
+def test_sequences_are_listed_by_what_travels():
     """In a loop over checkpoints, which gathers again in backward."""
     loop = lambda p, x: lax.scan(lambda x, _: (jax.checkpoint(keys)(p, x), None), x, length=3)[0]
-    return audited(planned(3), loop)
-
-
-def test_sequences_are_listed_by_what_travels(in_layers):
-    report = in_layers.check()
+    report = audited(planned(3), loop).check()
     of = {"sequences/keys or values": 3 * (3 + 3 + 3), "sequences/halo": 3 * 3}
     assert report.loss_totals == {what: times * KIB * 1024 for what, times in of.items()}
     line = "of that, sent by   sequences/keys or values 216.0 KiB, sequences/halo 72.0 KiB"
@@ -113,16 +108,6 @@ def test_sequences_are_listed_by_what_travels(in_layers):
     assert re.search(r" 3 .* seq .* sequences/halo: .*/test_sent_by_loss.py:\d+", str(report))
     # They are activations: their sums are no gradients, though as large.
     assert report.memory.gradients < KIB * 1024 < report.memory.activations
-
-
-@pytest.mark.parametrize("axis, is_refused", [("seq", False), ("data", True)])
-def test_sequences_travel_over_their_axis_only(in_layers, axis, is_refused):
-    plan = dataclasses.replace(in_layers.plan, sequence=zerojax.Sequences(axis))
-    lines = dataclasses.replace(in_layers, plan=plan).findings()
-    said = (
-        rf"sends 72.0 KiB \(sequences/keys .*\) over seq: sequences travel over {axis!r} only. Re"
-    )
-    assert any(re.search(said, line) for line in lines) == bool(lines) == is_refused
 
 
 def attends(params, x):

@@ -15,7 +15,7 @@ from zerojax._specs import Axes, axes_size, beyond
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._table import few, human_bytes, in_runs
 from zerojax._wire import codecs as _codecs
-from zerojax.tools._audit.measurement import OF_OPTIMIZER, SENDERS, Measurement, is_ours, is_written
+from zerojax.tools._audit.measurement import OF_OPTIMIZER, Measurement, is_ours, is_written
 from zerojax.tools._hlo import flow as _flow
 from zerojax.tools._hlo.flow import ARITHMETIC
 from zerojax.tools._hlo.module import Array
@@ -73,7 +73,6 @@ def findings(report: Measurement) -> list[str]:
         *_gathers(report, plan, leaves),
         *_dtypes(report, leaves),
         *_kept(report),
-        *_split(report, plan),
         *(_waiting(report, leaves, plan.stage) if plan.stage > 1 and report.trains else ()),
         *(_copies(report, plan) if report.backend == "gpu" else ()),
         *general,
@@ -95,21 +94,6 @@ def _exchanges(report: Measurement) -> Iterator[str]:
                 "with_sharding_constraint, or a batch that is not sharded along its first "
                 "dimension."
             )
-
-
-def _split(report: Measurement, plan: Plan) -> Iterator[str]:
-    """Finds tokens, or rows for experts, that travel over other axes than the one that is said."""
-    axes = {"sequences": plan.sequence, "trips": plan.experts}
-    for one in report.traffic:
-        for label in filter(None, map(SENDERS.match, one.sends)):
-            how, every = axes[label[1]], plan.mesh.axis_names
-            if not _is_within(one, (how.axis,) if how else every):
-                yield (
-                    f"{one.kind} {one.name} sends {human_bytes(one.total_bytes)} ({one.serves}) "
-                    f"over {' x '.join(one.axes or ())}: {label[1]} travel over "
-                    f"{(how.axis if how else every[0])!r} only. Rename a scope of yours that is "
-                    f"called {label[1]!r}; else report this to zerojax."
-                )
 
 
 def _all_reduces(report: Measurement, leaves: Leaves) -> Iterator[str]:
