@@ -7,7 +7,6 @@ from collections.abc import Callable, Container, Mapping, Set
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax.typing import DTypeLike
@@ -28,7 +27,6 @@ from zerojax._plan import move as _move
 from zerojax._plan.kept import KEEPS_MASTERS, SplitState, states_in
 from zerojax._plan.padding import padded, padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan
-from zerojax._plan.resharding import check_float
 from zerojax._state import state as _state
 from zerojax._types import PyTree
 
@@ -70,11 +68,7 @@ def export_safetensors(
         (8, 16)
     """
     check_bytes("max_file_bytes", max_file_bytes)
-    check_float(dtype)
-    leaving, by_tensor = outgoing(params, names, plan, "export", decodes=False)
-    for name, tensor in by_tensor.items() if dtype is not None else ():
-        if jnp.issubdtype(tensor.struct.dtype, jnp.floating):
-            by_tensor[name] = tensor._replace(struct=tensor.struct.update(dtype=dtype))
+    leaving, by_tensor = outgoing(params, names, dtype, plan, "export", decodes=False)
     tensors = _exported(by_tensor, leaving)
     first = jax.process_index() == 0
     target = _save.absolute(path)

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._axis_types import auto_axes, auto_mesh, computed_with, typed
-from zerojax._checkpoint import names as _names
+from zerojax._checkpoint import files as _files, names as _names
 from zerojax._checkpoint.names import FileParam, Names, Source, params_of
 from zerojax._declared import checked
 from zerojax._kernel.arrays import layer_of
@@ -42,20 +42,26 @@ ALIGNMENT = 1024  # bytes that XLA may add to the buffers of a parameter
 
 
 class Outgoing(NamedTuple):
-    """A tensor that leaves: its parts, and its full shape in the dtype of the parameters."""
+    """A tensor that leaves: its parts, and its full shape in the dtype in which it leaves."""
 
     parts: list[Source]
     struct: jax.ShapeDtypeStruct
 
 
 def outgoing(
-    state: PyTree, names: Names | None, plan: Plan | None, verb: str, decodes: bool = True
+    state: PyTree,
+    names: Names | None,
+    dtype: DTypeLike | None,
+    plan: Plan | None,
+    verb: str,
+    decodes: bool = True,
 ) -> tuple[dict[str, FileParam], dict[str, Outgoing]]:
     """Returns the parameters by their paths, and the tensors that leave, by their names.
 
     What rests as codes leaves as the weight or as the codes, as `names` has the path of one or the
-    other; if it has neither, as the weight if `decodes`.
+    other; if it has neither, as the weight if `decodes`. Floats leave in `dtype`, if there is one.
     """
+    check_float(dtype)
     _refusals.check_alive(state)
     named = {} if names is None else names
 
@@ -74,9 +80,9 @@ def outgoing(
     shapes = {name: param.shape for name, param in params.items()}
     for name, parts in _names.sources(named, shapes).items():
         dtypes = {one.leaf: params[one.leaf].dtype for one in parts}
-        dtype, *others = set(dtypes.values())
+        own, *others = set(dtypes.values())
         if others:
-            said = ", ".join(f"{leaf} is {dtype}" for leaf, dtype in dtypes.items())
+            said = ", ".join(f"{leaf} is {own}" for leaf, own in dtypes.items())
             raise TypeError(f"names= combines dtypes in {name}: {said}. Cast them to one dtype.")
         for one in parts:
             if params[one.leaf].coding and not one.shape:
@@ -84,7 +90,9 @@ def outgoing(
                     f"names= counts all dimensions of {one.leaf} in {name}, and its rows are "
                     "quantized whole. Leave out the {} that counts the last one."
                 )
-        tensors[name] = Outgoing(parts, jax.ShapeDtypeStruct(parts[0].full, dtype))
+        is_cast = dtype is not None and jnp.issubdtype(own, jnp.floating)
+        new = jnp.dtype(dtype) if is_cast else own
+        tensors[name] = Outgoing(parts, jax.ShapeDtypeStruct(parts[0].full, new))
     return params, tensors
 
 
@@ -136,10 +144,9 @@ def stream(
         h.0.up.weight bfloat16 (16, 64)
         h.1.up.weight bfloat16 (16, 64)
     """
-    check_float(dtype)
-    params, tensors = outgoing(state, names, plan, "stream")
+    params, tensors = outgoing(state, names, dtype, plan, "stream")
     check_placed({name: param.value for name, param in params.items()}, "zerojax.stream")
-    gathers = {name: _gather_of(one, params, dtype) for name, one in tensors.items()}
+    gathers = {name: _gather_of(one, params) for name, one in tensors.items()}
     # Layer by layer; what is in no stack comes first.
     order = sorted(gathers, key=lambda name: tensors[name].parts[0].index)
     least = _check_chunk(chunk_bytes, [(name, gathers[name]) for name in order])
@@ -188,13 +195,9 @@ class Gather(NamedTuple):
     most_bytes: int  # while it is gathered
 
 
-def _gather_of(
-    tensor: Outgoing, params: Mapping[str, FileParam], dtype: DTypeLike | None
-) -> Gather:
-    full, own = tensor.struct, tensor.struct.dtype
-    is_cast = dtype is not None and jnp.issubdtype(own, jnp.floating)
-    new = jnp.dtype(dtype) if is_cast else own
-    nbytes = full.size * new.itemsize
+def _gather_of(tensor: Outgoing, params: Mapping[str, FileParam]) -> Gather:
+    own, new = params[tensor.parts[0].leaf].dtype, tensor.struct.dtype
+    nbytes = _files.nbytes(tensor.struct)
     # See the note; several parts are put together in memory of their own.
     most, parts = nbytes * (1 + (len(tensor.parts) > 1)), []
     for one in tensor.parts:
