@@ -244,6 +244,7 @@ def padded_shapes(tree: PyTree, plan: _carried.CarriedPlan = None) -> dict[str, 
 
     The states in the tree carry their plans; pass `plan` for a tree that is a state without one.
     """
+    _check_plan(plan)
     if plan is not None and not _has_plan(tree):
         plan._check_structure(tree)
         return _padded(tree, {leaf.path: leaf for leaf in plan.leaves})
@@ -263,6 +264,7 @@ def padded_param_shapes(
 
     Pass `plan` for a state that carries none, or for parameters in place of a state.
     """
+    _check_plan(plan)
     layout: Layout | None = _carried.carried_plan(state)
     if layout is None and plan is not None:
         plan._check_params(params)
@@ -270,6 +272,11 @@ def padded_param_shapes(
     leaves = [] if layout is None else layout.params
     planned = {leaf.path.partition("/")[2]: leaf for leaf in leaves}
     return resting_shapes(params, but=planned) | _padded(params, planned)
+
+
+def _check_plan(plan: object) -> None:
+    if not isinstance(plan, Layout | None):
+        raise TypeError(f"plan={plan!r} must be a plan, as zerojax.plan(state, stage=3) makes one.")
 
 
 def _has_plan(node: object) -> bool:
