@@ -103,10 +103,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark_other_end(items)
 
 
-# Nearly all time goes into compiling. Tests here that have several cases leave half of them to the
-# other end of the JAX versions: CI runs both ends.
+# Nearly all time goes into compiling. Here each test leaves half of its cases to the other end of
+# the JAX versions, and each file half of its tests that have one case: CI runs both ends.
 ALTERNATING = (
-    "audit engine loss plan step update verify test_families test_keras test_pairs test_readme "
+    "audit checkpoint engine forecast loss plan state step update verify wire test_aot test_cli "
+    "test_examples test_families test_keras test_models_hf test_nnx test_pairs test_readme "
     "test_replay test_steps test_stream test_wrong_types"
 )
 
@@ -116,8 +117,9 @@ def mark_other_end(items: list[pytest.Item]) -> None:
     for item in items:
         part = item.nodeid.split("/")[1].partition(".")[0]
         others = any(map(item.get_closest_marker, ("slow", "ci", "gpu_code", "skipif")))
-        if "[" in item.nodeid and part in ALTERNATING.split() and not others:
-            cases[item.nodeid.partition("[")[0]].append(item)
+        if part in ALTERNATING.split() and not others:
+            test, bracket, _ = item.nodeid.partition("[")
+            cases[test if bracket else item.path].append(item)
     for alike in cases.values():
         for number, item in enumerate(alike):
             # 0 1 1 0 1 0 0 1: in a product of parameters, no level stays with one end.
