@@ -12,6 +12,8 @@ import sys
 import tempfile
 import textwrap
 import warnings
+from collections.abc import Iterable
+from typing import Any
 
 NUM_DEVICES = 8
 os.environ["JAX_PLATFORMS"] = os.environ.get("ZEROJAX_TEST_PLATFORM", "cpu")
@@ -125,6 +127,13 @@ def mark_other_end(items: list[pytest.Item]) -> None:
             # 0 1 1 0 1 0 0 1: in a product of parameters, no level stays with one end.
             if number.bit_count() % 2 == OLDEST and len(alike) > 1:
                 item.add_marker(pytest.mark.other_end)
+
+
+def shared_with_ci(cases: Iterable[Any]) -> list[Any]:
+    """Leaves two cases of five to CI. No level of a product stays there: 5 divides no number of
+    levels."""
+    each = ((n, case if isinstance(case, tuple) else (case,)) for n, case in enumerate(cases))
+    return [pytest.param(*case, marks=[pytest.mark.ci] * (n % 5 in (1, 3))) for n, case in each]
 
 
 def without_skips(report, config: pytest.Config):

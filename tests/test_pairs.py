@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from tests.conftest import shared_with_ci
 from tests.support.compared import check, check_by_verify, untrained
 from tests.support.space import (
     FACTORS,
@@ -42,7 +43,7 @@ def test_defaults_are_first_levels():
     assert dataclasses.asdict(Row()) == first | others
 
 
-@pytest.mark.parametrize("number", range(len(rows())))
+@pytest.mark.parametrize("number", shared_with_ci(range(len(rows()))))
 @pytest.mark.filterwarnings("ignore")
 def test_row(number):
     row = rows()[number]

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import zerojax
+from tests.conftest import shared_with_ci
 from tests.support.compared import mesh_of
 from tests.support.experts import CASES, KEPT, Case
 from tests.support.reference import assert_near, split_aux
@@ -25,7 +26,7 @@ MESHES = {
     "1x8": {"data": 1, "expert": 8},
     "1x7": {"data": 1, "expert": 7},
 }
-# In `make test`, each on one mesh in turn; on all of them EVERYWHERE. All others are slow.
+# Each on one mesh in turn, some in CI; EVERYWHERE on all of them. All others are slow.
 NAMES = """
 switch qwen3 deepseek_v3 maxtext_sparse gpt_oss tutel expert_choice_by_row scan_over_experts
 linen_vmap_with_rooms nnx_vmap
@@ -148,7 +149,7 @@ def test_a_device_learns_from_its_rows(name):
 # -- apart over an axis of the mesh
 
 
-@pytest.mark.parametrize(("name", "mesh", "stage"), turns())
+@pytest.mark.parametrize(("name", "mesh", "stage"), shared_with_ci(turns()))
 def test_losses_and_gradients_are_means_over_devices(name, mesh, stage):
     compare(name, MESHES[mesh], stage, **apart(name))
 

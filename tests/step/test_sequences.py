@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import zerojax
+from tests.conftest import shared_with_ci
 from tests.support.compared import mesh_of
 from tests.support.reference import assert_near, split_aux
 from tests.support.sequences import CASES, GATHERS, SPLIT, Case
@@ -22,7 +23,7 @@ MESHES = {
     "1x8": {"data": 1, "sequence": 8},
     "1x7": {"data": 1, "sequence": 7},
 }
-# In `make test`, each on one mesh in turn; on all of them EVERYWHERE. All others are slow.
+# Each on one mesh in turn, some in CI; EVERYWHERE on all of them. All others are slow.
 NAMES = """
 attention_is_causal attention_local_window attention_by_queries window_by_chunks alibi
 rope_of_positions packed_documents bert t5 whisper vit diffusion batch_norm linen_scan_grouped
@@ -103,7 +104,7 @@ def compare(name: str, mesh: str, stage: int) -> None:
         assert_near(dict(jax.tree_util.tree_leaves_with_path(aux))[path], leaf, f"aux {path}")
 
 
-@pytest.mark.parametrize(("name", "mesh", "stage"), turns())
+@pytest.mark.parametrize(("name", "mesh", "stage"), shared_with_ci(turns()))
 def test_losses_and_gradients_are_those_of_one_device(name, mesh, stage):
     compare(name, mesh, stage)
 

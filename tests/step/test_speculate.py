@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 
 import zerojax
-from tests.conftest import make_mesh
+from tests.conftest import make_mesh, shared_with_ci
 from tests.step import stacks
 from tests.step.stacks import ALL, BATCH, is_on_host
 from tests.support.reference import assert_close, assert_equal_bits
@@ -179,7 +179,7 @@ OF_NANS = {
 }
 
 
-@pytest.mark.parametrize("name", AROUND | OF_NANS)
+@pytest.mark.parametrize("name", shared_with_ci(AROUND | OF_NANS))
 def test_transforms_around_a_clip(name):
     """In the step that clips too, which runs twice."""
     tx = optax.chain(*(AROUND | OF_NANS)[name])
