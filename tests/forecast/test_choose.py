@@ -17,12 +17,6 @@ from tests.support import nnx_models
 LAYERS, WIDTH, ROWS = 4, 512, 256  # rows of a GPU
 
 
-@pytest.fixture
-def cpus():
-    with fakes.cpus_for_gpus():
-        yield
-
-
 def make_state():
     params = {"w": jnp.zeros((LAYERS, WIDTH, WIDTH))}
     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))

@@ -63,12 +63,6 @@ def compiled_as(monkeypatch, seconds):
     return asked
 
 
-@pytest.fixture
-def cpus():
-    with fakes.cpus_for_gpus():
-        yield
-
-
 @pytest.mark.parametrize(
     ("seconds", "best"),
     [

@@ -27,12 +27,6 @@ SMALL = fakes.batch(32)
 NEEDED = 3 * 2 * ROWS * LENGTH * audits.LAYERS * audits.DIM**2
 
 
-@pytest.fixture
-def cpus():
-    with fakes.cpus_for_gpus():
-        yield
-
-
 @pytest.fixture(scope="module")
 def made():
     given = {"gpus": "8xH100", "stages": (0, 2, 3)}

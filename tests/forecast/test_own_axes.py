@@ -14,6 +14,7 @@ from tests.step import tensor
 from tests.support import audits
 from tests.support.reference import train_state
 
+pytestmark = pytest.mark.usefixtures("cpus")
 SPECS = {"up": P(None, "data", "tensor"), "down": P(None, "tensor", "data")}
 MESH = {"data": 2, "tensor": 2}
 BATCH = jax.ShapeDtypeStruct(tensor.BATCH.shape, jnp.float32)
@@ -22,12 +23,6 @@ STACKS = 4 * tensor.LAYERS * 2 * DIM * tensor.INNER  # bytes
 NEEDED = 3 * 2 * ROWS * tensor.LAYERS * 2 * DIM * tensor.INNER
 LENGTH = 16
 TOKENS = jax.ShapeDtypeStruct((32, LENGTH), jnp.int32)
-
-
-@pytest.fixture(autouse=True)
-def cpus():
-    with fakes.cpus_for_gpus():
-        yield
 
 
 def made(batch=BATCH, **options):
