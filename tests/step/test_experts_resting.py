@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 import zerojax.nnx
+from tests.conftest import shared_with_ci
 from tests.support import mixture
 from tests.support.reference import assert_close, assert_equal_bits, train_state
 from zerojax._plan import padding
@@ -79,7 +80,7 @@ def turns() -> list[Any]:
     return [(model, [*MESHES][at % 3], stage) for at, (model, stage) in enumerate(pairs)]
 
 
-@pytest.mark.parametrize(("model", "mesh", "stage"), turns())
+@pytest.mark.parametrize(("model", "mesh", "stage"), shared_with_ci(turns()))
 def test_steps_are_those_of_one_device(model, mesh, stage):
     metrics, grads, params = on_one_device(model, "adam")
     state = placed(model, mesh, stage)
@@ -99,22 +100,22 @@ def test_steps_are_those_of_one_device(model, mesh, stage):
 
 GROUPS = {"params": "gpu", "grads": "gpu", "opt_state": ("gpu", "node")}
 ON_HOST = zerojax.Offload(opt_state=True, params=True, min_bytes=0)
+OPTIONS: list[Any] = [
+    ("odd", "4x2", 3, "clipped", {}, {}),
+    ("odd", "2x2x2", 1, "muon", {}, {"accumulate": 2}),
+    ("odd scan", "2x4", 3, "muon", {}, {}),
+    ("odd scan", "4x2", 2, "clipped", {}, {"accumulate": 2}),
+    ("scan", "2x2x2", 3, "adam", {}, {"accumulate": 2, "order": "layers"}),
+    ("odd scan", "4x2", 3, "adam", {"offload": ON_HOST}, {}),
+    ("even", "2x2x2", 3, "adam", {"groups": GROUPS, "axis": None}, {"accumulate": 2}),
+    ("odd", "2x2x2", 1, "adam", {"groups": {"opt_state": "expert"}, "axis": None}, {}),
+    ("scan", "2x4", 3, "clipped", {}, {"update": "backward"}),
+    ("loop", "2x4", 3, "adam", {}, {"roll": True}),
+]
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh", "stage", "tx", "placing", "stepping"),
-    [
-        ("odd", "4x2", 3, "clipped", {}, {}),
-        ("odd", "2x2x2", 1, "muon", {}, {"accumulate": 2}),
-        ("odd scan", "2x4", 3, "muon", {}, {}),
-        ("odd scan", "4x2", 2, "clipped", {}, {"accumulate": 2}),
-        ("scan", "2x2x2", 3, "adam", {}, {"accumulate": 2, "order": "layers"}),
-        ("odd scan", "4x2", 3, "adam", {"offload": ON_HOST}, {}),
-        ("even", "2x2x2", 3, "adam", {"groups": GROUPS, "axis": None}, {"accumulate": 2}),
-        ("odd", "2x2x2", 1, "adam", {"groups": {"opt_state": "expert"}, "axis": None}, {}),
-        ("scan", "2x4", 3, "clipped", {}, {"update": "backward"}),
-        ("loop", "2x4", 3, "adam", {}, {"roll": True}),
-    ],
+    ("model", "mesh", "stage", "tx", "placing", "stepping"), shared_with_ci(OPTIONS)
 )
 def test_options_change_no_number(model, mesh, stage, tx, placing, stepping):
     metrics, _, params = on_one_device(model, tx)
