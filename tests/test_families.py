@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
-from tests.conftest import make_mesh
+from tests.conftest import make_mesh, shared_with_ci
 from tests.support.collectives import collectives
 from tests.support.families import BATCH, FAMILIES, LAYERS
 from tests.support.reference import assert_close
@@ -15,7 +15,7 @@ from tests.support.reference import assert_close
 SMALL = 128  # elements: biases and norms that stay whole, losses
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", shared_with_ci(FAMILIES))
 def test_family(name):
     family = FAMILIES[name]()
     mesh = family.mesh or make_mesh(2)
