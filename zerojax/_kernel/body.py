@@ -308,9 +308,10 @@ class Body:
         held, totals = self._by_var(inputs), self._by_var(grads)
         shards = [*self.split.gathers.values()]
         for shard, grad in ((shards[k], grad) for k, grad in sums.items()):
-            seen, to_root = jax.vjp(shard.view, held[shard.root].shard)
-            (grad,) = to_root(grad.astype(seen.dtype))
-            total = totals[shard.root]
+            root, total = held[shard.root].shard, totals[shard.root]
+            grad = grad.astype(root.dtype)
+            if shard.views:  # JAX takes long to differentiate what changes nothing
+                (grad,) = jax.vjp(shard.view, root)[1](grad)
             totals[shard.root] = dataclasses.replace(total, shard=add(total.shard, grad))
         return list(totals.values())
 

@@ -277,7 +277,7 @@ def _reshape(eqn: JaxprEqn, fixed: int) -> list[View] | None:
     kept = len(new) - moved
 
     def apply(x: Array) -> Array:
-        return x.reshape(*new[:moved], *x.shape[x.ndim - kept :])
+        return lax.reshape(x, (*new[:moved], *x.shape[x.ndim - kept :]))
 
     return [View(apply, (*[None] * moved, *range(fixed, len(old))))]
 

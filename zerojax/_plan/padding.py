@@ -132,7 +132,7 @@ def _changed(
     is_meant: Callable[[LeafPlan, Shaped], bool],
 ) -> PyTree:
     """Returns `tree` with a change to those leaves of the plan that are meant."""
-    at, leaves = plan._positions[kind] if plan._pads else {}, _state.leaves_with_paths(tree)
+    at, leaves = plan._positions[kind], _state.leaves_with_paths(tree) if plan._pads else []
     meant: dict[int, PyTree] = {
         at[leaf.name]: leaf.value
         for leaf in leaves
