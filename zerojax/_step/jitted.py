@@ -200,11 +200,7 @@ class Step:
             return self._without_options.trace(*args, **named).jaxpr
 
         # Where the batch is a tracer, the check cannot tell, and the next call repeats it.
-        if (
-            plan is not None
-            and plan not in self._checked
-            and check_used(plan, (args, named), trace)
-        ):
+        if plan and plan not in self._checked and check_used(plan, (args, named), trace):
             self._checked.add(plan)
         if plan not in self._by_plan:
             options = self._chosen_options(plan, trace)
@@ -221,12 +217,8 @@ class Step:
     def _kept_for(self, plan: Plan, trace: Callable[[], ClosedJaxpr]) -> frozenset[int]:
         """Returns which leaves of a state the step must not donate."""
         how = self.recipe.options
-        if not (
-            self._donates
-            and how.differentiates
-            and how.schedule.update == "backward"
-            and plan._offloads
-        ):
+        in_backward = how.differentiates and how.schedule.update == "backward"
+        if not (self._donates and in_backward and plan._offloads):
             return frozenset()
         trace()
         return self.notes.get(plan, Notes()).kept
