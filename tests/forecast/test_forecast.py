@@ -5,6 +5,7 @@ Most are of programs for CPU devices that stand for GPUs; what GPUs' programs ha
 
 import dataclasses
 import inspect
+from collections import Counter
 from unittest import mock
 
 import jax
@@ -37,6 +38,23 @@ def made():
 def linear(loss=fakes.loss, make_state=fakes.make_state, batch=SMALL, **options):
     """The forecast of the smallest model."""
     return zerojax.forecast(loss, make_state, batch, **scheduled({"gpus": "2xH100"} | options))
+
+
+def test_stages_share_traces(cpus):
+    """Each traces the loss for its step, and one more trace counts the FLOPs that all need. The
+    state is made once to see whether it is a model of Flax nnx, and once for all plans."""
+    calls = Counter()
+
+    def loss(params, batch):
+        calls["loss"] += 1
+        return fakes.loss(params, batch)
+
+    def make_state():
+        calls["state"] += 1
+        return fakes.make_state()
+
+    linear(loss, make_state, stages=(0, 3))
+    assert calls == {"loss": 3, "state": 2}
 
 
 def test_bytes_are_the_formulas_peaks_the_compilers_and_speed_the_modelled(made):

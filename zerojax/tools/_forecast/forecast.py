@@ -23,7 +23,7 @@ from zerojax._plan.sequence import Sequences
 from zerojax._progress import progress
 from zerojax._specs import as_names, beyond
 from zerojax._state import refusals as _refusals
-from zerojax._state.state import NNX_FIELDS
+from zerojax._state.state import NNX_FIELDS, is_state_function, state_of
 from zerojax._step.schedule import Schedule, check_schedule, unordered
 from zerojax._step.step import Step, train_step
 from zerojax._step.step_options import TrainOptions
@@ -355,13 +355,14 @@ class Workload:
     """A model on some GPUs, and the options of its steps."""
 
     losses: Mapping[str, LossFn]
-    make_state: Callable[[], PyTree]
+    state: PyTree  # shapes
     batch: PyTree
     rng: PyTree
     gpus: str
     gpu: Gpu
     options: WorkOptions
     own: Mapping[str, PyTree]  # those of the step that was passed in place of a loss
+    flops: dict[str, float] = dataclasses.field(default_factory=dict)  # that each loss needs
 
     @classmethod
     def of(
@@ -395,6 +396,8 @@ class Workload:
             merged = [dataclasses.replace(own["schedule"], **one) for one in several]
             changed["schedule"] = merged if len(merged) > 1 else merged[0]
         options = dataclasses.replace(options, **changed)
+        if is_state_function(make_state):  # all plans of one workload read the shapes
+            make_state = jax.eval_shape(functools.partial(state_of, make_state))
         return cls(losses, make_state, batch, rng, gpus, gpu, options, own)
 
     @functools.cached_property
@@ -426,7 +429,7 @@ class Workload:
     def plan_at(self, stage: int) -> Plan:
         placed = {"stage": stage, "mesh": self.mesh, "sequence": self.options.split}
         placed["axis"] = self.options.rows_over(self.gpus)
-        return _planner.plan(self.make_state, **self.of_kind(StateOptions) | placed)
+        return _planner.plan(self.state, **self.of_kind(StateOptions) | placed)
 
     def step(self, variant: str, plan: Plan, **how: PyTree) -> Step:
         """Makes a step of a loss; its precision is the plan's."""
@@ -445,7 +448,9 @@ class Workload:
         # Tokens, if nobody says how many: the size of the first matrix of integers.
         matrices = (leaf for leaf in leaves if len(leaf.shape) == 2)
         integers = (one.size for one in matrices if jnp.issubdtype(one.dtype, jnp.integer))
-        flops = needed_flops(loss, plan, self.batch, self.rng, self.options.mutable)
+        if variant not in self.flops:  # the same at each stage
+            inputs = self.batch, self.rng, self.options.mutable
+            self.flops[variant] = needed_flops(loss, plan, *inputs)
         plan = plan._regathering(schedule.regather)
         formula = (
             sum(plan.bytes_per_device().values()) + plan._gradient_bytes() + plan._kept_bytes()
@@ -468,7 +473,7 @@ class Workload:
             formula=formula,
             usable=self.gpu.usable,
             on_host=memory.on_host + memory.host_kept,
-            flops=flops / self.mesh.size,
+            flops=self.flops[variant] / self.mesh.size,
             report=report,
             **{name: getattr(memory, name) for name in sizes},
             **{name: getattr(report, name) for name in measured},
