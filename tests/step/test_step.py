@@ -3,6 +3,7 @@ for every step of the table."""
 
 import dataclasses
 import sys
+from collections import Counter
 from typing import Any
 
 import jax
@@ -94,18 +95,30 @@ def test_one_device_is_no_stage_at_all():
 # -- used like what `jax.jit` returns
 
 
-def test_one_trace_and_one_compile_a_batch_shape():
-    traces = []
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_trace_and_one_compile_a_batch_shape(stage):
+    """A trace of what a user wrote may take seconds; an audit has none of its own."""
+    calls = Counter()
 
     def loss(params, batch):
-        traces.append(None)
+        calls["loss"] += 1
         return linear.loss(params, batch)
 
-    state, step = start()[0], zerojax.train_step(loss, accumulate=2)
+    def update(*args):
+        calls["update"] += 1
+        return SGD.update(*args)
+
+    tx = optax.GradientTransformation(SGD.init, update)
+    state = zerojax.shard_train_state(linear.made(tx), stage=stage, mesh=make_mesh(2))
+    assert calls.pop("update") == 1, "which parameters are frozen"
+    step = zerojax.train_step(loss, accumulate=2)
     for rows, count in ((8, 1), (4, 2)):
+        batch = np.ones((rows, 64), "f")
         for _ in range(3):
-            state, _ = step(state, np.ones((rows, 64), "f"))
-        assert (len(traces), step._cache_size()) == (count, count)
+            state, _ = step(state, batch)
+        zerojax.audit(step, state, batch)
+        assert calls == {"loss": count, "update": count}
+        assert step._cache_size() == count
 
 
 def test_a_step_is_used_like_what_jit_returns():
