@@ -156,7 +156,7 @@ class Split:
                 gathered[eqn.outvars[0]] = gathered[source]
         found: list[Var] = []
         for op in reversed(self.main):
-            if _gathers(op) or any(type_of(v).ndim > 1 for v in found):
+            if gathers(op) or any(type_of(v).ndim > 1 for v in found):
                 break
             found += [gathered[v] for v in reads_of(op) if v in gathered]
         return [var for var in self.gathers if var in found]
@@ -165,18 +165,15 @@ class Split:
     def ends_again(self) -> bool:
         """Whether backward runs the end of the main part again: a loss in chunks, in a scan or in
         scopes that gather nothing. It then needs no result of forward's end."""
-        nested = (op for op in reversed(self.main) if isinstance(op, Nested) or _is_scan(op))
-        last = next(nested, None)
-        return last is not None and not _gathers(last)
+        for op in reversed(self.main):
+            if isinstance(op, Nested) or op.primitive.name == "scan":
+                return not gathers(op)
+        return False
 
 
-def _gathers(op: Op) -> bool:
-    shards = any(True for _ in shards_read([op]))
-    return isinstance(op, Loop) or (isinstance(op, Scope) and shards)
-
-
-def _is_scan(op: Op) -> bool:
-    return isinstance(op, JaxprEqn) and op.primitive.name == "scan"
+def gathers(op: Op) -> bool:
+    """Whether an op gathers weights for itself."""
+    return isinstance(op, Loop) or any(shards_read([op]))
 
 
 def split_of(scopes: Sequence[Scope]) -> Split:

@@ -68,16 +68,9 @@ def split(
     prefix = alive(splitter.prefix, frontier, reads)
     needed = {v for eqn in prefix for v in reads(eqn)} | set(frontier)
     gathers = {v: s for v, s in splitter.gathers.items() if v in needed}
-    return Split(
-        invars=list(jaxpr.invars),
-        kinds=[splitter.kinds[v] for v in jaxpr.invars],
-        constants=splitter.inliner.constants,
-        gathers=gathers,
-        prefix=prefix,
-        frontier=frontier,
-        main=main,
-        outvars=outvars,
-    )
+    invars, constants = list(jaxpr.invars), splitter.inliner.constants
+    found = [splitter.kinds[v] for v in invars]
+    return Split(invars, found, constants, gathers, prefix, frontier, main, outvars)
 
 
 class Splitter:
@@ -224,16 +217,8 @@ class Splitter:
         kinds = (self.kinds[shard.root] for shard in shards_read(ops))
         roots = unique(kind for kind in kinds if isinstance(kind, Shard))
         operands: list[Shard | Atom] = [*read, *roots]
-        inner = Split(
-            invars=[*read, *(shard.root for shard in roots)],
-            kinds=[*[None] * len(read), *roots],
-            constants={},
-            gathers={},
-            prefix=[],
-            frontier=[],
-            main=ops,
-            outvars=[*outvars],
-        )
+        invars = [*read, *(shard.root for shard in roots)]
+        inner = Split(invars, [*[None] * len(read), *roots], {}, {}, [], [], ops, [*outvars])
         return Scope(inner, operands, outvars, **Eqn(eqn).options)
 
     def scans_weights(self, eqn: JaxprEqn) -> bool:
@@ -273,9 +258,8 @@ def _cast_shard(eqn: JaxprEqn, kind: Kind) -> Shard | None:
     if not isinstance(kind, Shard) or kind.cut.use_dtype is not None:
         return None
     new, old = type_of(eqn.outvars[0]).dtype, jnp.dtype(kind.cut.dtype)
-    if not (jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)):
-        return None
-    if new.itemsize == old.itemsize:
+    are_floats = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)
+    if not are_floats or new.itemsize == old.itemsize:
         return None
     change = {"dtype": new} if new.itemsize < old.itemsize else {"use_dtype": new}
     return dataclasses.replace(kind, cut=dataclasses.replace(kind.cut, **change))
