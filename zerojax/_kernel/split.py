@@ -258,8 +258,9 @@ def _cast_shard(eqn: JaxprEqn, kind: Kind) -> Shard | None:
     if not isinstance(kind, Shard) or kind.cut.use_dtype is not None:
         return None
     new, old = type_of(eqn.outvars[0]).dtype, jnp.dtype(kind.cut.dtype)
-    are_floats = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)
-    if not are_floats or new.itemsize == old.itemsize:
+    if not (jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)):
+        return None
+    if new.itemsize == old.itemsize:
         return None
     change = {"dtype": new} if new.itemsize < old.itemsize else {"use_dtype": new}
     return dataclasses.replace(kind, cut=dataclasses.replace(kind.cut, **change))
