@@ -60,7 +60,7 @@ def shown(result):
 
 def compiler_options(flags, device):
     """Returns a row's flags, and the flags for compiling without devices, if XLA knows them."""
-    wanted = [(_xla_options.COLLECTIVE_KERNELS, ""), *flags]
+    wanted = [(_xla_options.COLLECTIVE_KERNELS, ""), (_xla_options.TIME_KERNELS, False), *flags]
     return {name: value for name, value in wanted if _xla_options.is_known(name, value, device)}
 
 

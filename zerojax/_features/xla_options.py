@@ -29,6 +29,9 @@ MERGE_MATMULS = "xla_gpu_dot_merger_threshold_mb"
 # 61 ms instead of 75 for a step of 124M parameters on 8 of them.
 HIDE_LATENCY = "xla_gpu_enable_latency_hiding_scheduler"
 KNOWN_SPEEDS = (9, 10)  # the first numbers of compute capabilities
+# It compiles each kernel in several ways and takes the fastest. Without a GPU none is, so that all
+# are compiled twice: a third of the time for small kernels, and the program stays the same.
+TIME_KERNELS = "xla_gpu_experimental_enable_fusion_autotuner"
 
 # Where a loop over microbatches sums in float32 the bfloat16 gradients of a vector, such as a
 # norm's scale, this pass of XLA:TPU fails: "RET_CHECK failure ... user->opcode() ==
@@ -85,8 +88,8 @@ def options_for(
             # The scheduler would overrate the cuts, which end an iteration of backward, and start
             # the next gather late: 1484 ms instead of 1429, an 8B Llama on 64 A100s.
             wanted[MERGE_MATMULS] = 0
-    if spans_hosts(mesh):
-        wanted[COLLECTIVE_KERNELS] = ""
+    wanted |= {COLLECTIVE_KERNELS: ""} if spans_hosts(mesh) else {}
+    wanted |= {TIME_KERNELS: False} if _compat.is_compile_only(device) else {}
     return {name: value for name, value in wanted.items() if is_known(name, value, device)}
 
 
@@ -97,9 +100,8 @@ def in_flight(mesh: Mesh) -> XlaOptions:
     beside that between them. One by one, nothing hides the end of the second: 207 ms instead of
     179, 7.5B without remat on 64 H100s; 1467 instead of 1433 on A100s.
     """
-    if spans_hosts(mesh) or not knows_speeds(mesh.devices.flat[0]):
-        return {IN_FLIGHT: 2}
-    return {}
+    is_one = not spans_hosts(mesh) and knows_speeds(mesh.devices.flat[0])
+    return {} if is_one else {IN_FLIGHT: 2}
 
 
 def knows_wires(mesh: Mesh) -> bool:
