@@ -101,9 +101,9 @@ def followed(
     leaf: Leaf, params: Sequence[tuple[Leaf, PartitionSpec]]
 ) -> tuple[PartitionSpec, str | None] | None:
     """Returns the spec of the parameter whose path ends this leaf's path, if the shapes agree."""
-    for param, spec in params:
-        same_shape = shape_dtype(param.value).shape == shape_dtype(leaf.value).shape
-        if same_shape and is_of(leaf, param):
+    shape = shape_dtype(leaf.value).shape
+    for param, spec in params:  # by its path first: these are many pairs
+        if is_of(leaf, param) and shape_dtype(param.value).shape == shape:
             return spec, None if any(spec) else f"follows {param.name}, which is replicated"
     return None
 
