@@ -3,9 +3,10 @@
     python benchmarks/compile_time.py                                    # prints a table
     python benchmarks/compile_time.py --json benchmarks/compile_time.json
 
-A 7.5B GPT, its layers in a scan or in a Python loop, on 64 and on 8 H100s. Times are CPU times of
-all threads and of the assembler's processes, as multiples of those of plain data parallelism with
-the same layers on the same GPUs, in the same round.
+A 7.5B GPT, its layers in a scan or in a Python loop, on 64 and on 8 H100s; and a small one, whose
+loop has 300 parameters. Times are CPU times of all threads and of the assembler's processes, as
+multiples of those of plain data parallelism with the same layers on the same GPUs, in the same
+round.
 """
 
 import argparse
@@ -22,15 +23,18 @@ import results
 
 REPLICATED = "replicated"
 PARTS = ("trace", "XLA", "assembler")
+EIGHT = dataclasses.replace(compiled.MAIN, gpus="8xH100")
 LOOP = dataclasses.replace(compiled.MAIN, model="7.5b loop")
+SMALL = dataclasses.replace(EIGHT, model="small loop")
 ROWS = [
     *compiled.MAIN.rivals(
         REPLICATED, compiled.ANNOTATED, compiled.BY_HAND, compiled.LINEN, compiled.NNX
     ),
     *compiled.MAIN.stages(0, 1, 2, 3),
+    dataclasses.replace(compiled.MAIN, moments="int8"),
     *(
         row
-        for setting in (dataclasses.replace(compiled.MAIN, gpus="8xH100"), LOOP)
+        for setting in (EIGHT, LOOP, SMALL)
         for row in (*setting.rivals(REPLICATED, compiled.ANNOTATED), setting)
     ),
 ]
@@ -59,12 +63,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=results.file)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", type=results.expression, default="", help=results.ONLY)
     args = parser.parse_args()
-    times = {row.name: [] for row in ROWS}
+    named = {row.name: row for row in ROWS}
+    times = {name: [] for name in results.chosen(args.only, named)}
     for turn in range(args.rounds):
-        for row in ROWS:
-            times[row.name].append(seconds(row))
-            print(f"round {turn + 1}: {row.name:60}{times[row.name][-1]}", flush=True)
+        for name, spent in times.items():
+            spent.append(seconds(named[name]))
+            print(f"round {turn + 1}: {name:60}{spent[-1]}", flush=True)
     rows = []
     for name, spent in times.items():
         wholes = [sum(parts) for parts in times[f"{setting(name)}: {REPLICATED}"]]

@@ -44,6 +44,7 @@ class Row:
     rows: int = 4  # sequences of 1024 tokens, or images, per GPU and microbatch
     accumulate: int = 1
     master: bool = False  # bf16 parameters, fp32 copies
+    moments: str = ""  # their dtype
     rival: str = ""
     options: tuple = ()  # a rival's
 
@@ -55,7 +56,8 @@ class Row:
     def name(self):
         times = f"{self.accumulate}x" if self.accumulate > 1 else "x"
         how = self.rival or f"stage {self.stage}"
-        extra = " + master" * self.master + " + " * bool(self.options)
+        extra = " + master" * self.master + f" + {self.moments} moments" * bool(self.moments)
+        extra += " + " * bool(self.options)
         flags = ",".join(f"{k.removeprefix('xla_gpu_')}={v}" for k, v in self.options)
         return f"{self.model} {self.gpus} {times}{self.rows} {self.remat}: {how}{extra}{flags}"
 
@@ -151,7 +153,8 @@ def traced(row):
     model, mesh = model_of(row), zerojax.aot.mesh(row.gpus)
     batch = model.batch(row.rows * row.accumulate * mesh.size)
     if not row.rival:
-        precision = MASTER if row.master else None
+        precision = zerojax.Precision(moments=row.moments) if row.moments else None
+        precision = MASTER if row.master else precision
         plan = zerojax.plan(model.make_state, stage=row.stage, mesh=mesh, precision=precision)
         loss = model.losses((row.remat,))[row.remat]
         step = zerojax.train_step(loss, accumulate=row.accumulate)

@@ -27,4 +27,4 @@ class Looped(_presets.Gpt):
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-PRESETS = {"7.5b loop": Looped(36, 4096, 32)}
+PRESETS = {"7.5b loop": Looped(36, 4096, 32), "small loop": Looped(50, 128, 4)}
