@@ -145,7 +145,7 @@ def test_the_most_layers_that_fit_are_found_in_a_few_compiles(peak, most, compil
     case_of = Workload.case
 
     def case(work, variant, *how):
-        layers = jax.eval_shape(work.make_state).params["w"].shape[0]
+        layers = work.state.params["w"].shape[0]
         one = case_of(work, variant, *how)
         return dataclasses.replace(one, peak=int(peak(layers) * 2**30), n_params=4 * layers)
 

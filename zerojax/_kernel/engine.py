@@ -77,8 +77,9 @@ class SplitLoss:
 # [Note: layers in a Python loop]
 # Only the end of backward reads the gradients of layers. Without a loop around these, XLA's
 # scheduler for GPUs would leave them all for the end, with the activations that they come from:
-# 7.5B at stage 2 took 9 GiB more than with a scan. So backward enters a scope when the gradients of
-# the second scope after it are reduced. Those of the next one are reduced meanwhile, as in loops.
+# 7.5B at stage 2 with two microbatches on 64 H100s took 53 GiB instead of 33. So backward enters a
+# scope when the gradients of the second scope after it are reduced. Those of the next one are
+# reduced meanwhile, as in loops.
 
 
 def run(ops: Sequence[Op], env: Env, how: How) -> None:
@@ -110,7 +111,7 @@ def run(ops: Sequence[Op], env: Env, how: How) -> None:
             case _:
                 outs = _compat.bind(op, read(env, op.invars))
         write(env, op.outvars, outs)
-        if id(op) in second_after:
+        if isinstance(op, Scope) and id(op) in second_after:
             _pace(op, second_after[id(op)], env)
 
 

@@ -19,7 +19,7 @@ from zerojax._figures import Figure, PlotAxes
 from zerojax._progress import progress
 from zerojax._run import programs as _programs
 from zerojax._state.hints import layer_dims
-from zerojax._state.state import get_params, leaves_with_paths, path_name, state_of
+from zerojax._state.state import get_params, leaves_with_paths, path_name
 from zerojax._table import Column, Printed, Table, grouped, human_bytes
 from zerojax._types import Number, PyTree
 from zerojax.tools._forecast import cache as _cache, presets as _presets
@@ -343,8 +343,8 @@ def _work(
 def _unseen_stacks(*works: Workload) -> str | None:
     """Returns a pattern of all stacks of a model, if a plan would not see each that the next larger
     one has more of: many layers look like a dimension of a weight."""
-    states = [jax.eval_shape(functools.partial(state_of, one.make_state)) for one in works]
-    seen, trees = layer_dims(get_params(states[0]), None), map(get_params, states)
+    trees = [get_params(one.state) for one in works]
+    seen = layer_dims(trees[0], None)
     few, many = ({x.path: x.value.shape for x in leaves_with_paths(tree)} for tree in trees)
     grown = {path: shape for path, shape in few.items() if shape != many.get(path, shape)}
     are_stacks = all(shape[1:] == many[path][1:] for path, shape in grown.items())
