@@ -270,10 +270,10 @@ def all_gathered(program):
 def test_gathers_for_gpus_take_no_more_than_is_counted(row):
     """What travels is bfloat16. Of a stack in host memory, only the layer is on the device."""
     plan = llama(row)
-    values, tensors = _stream.outgoing(plan.abstract(), GPU_NAMES, None, "stream")
+    values, tensors = _stream.outgoing(plan.abstract(), GPU_NAMES, "bfloat16", None, "stream")
     for name in ("h.0.up", "h.0.q", "h.0.kv", "embed", "odd", "expert.0"):
         tensor = tensors[name]
-        gather = _stream._gather_of(tensor, values, "bfloat16")
+        gather = _stream._gather_of(tensor, values)
         gathered = lambda *args, gather=gather: _stream._gathered(*args, gather)
         leaves = [values[one.leaf].value for one in tensor.parts]
         parts = leaves, [one.index for one in tensor.parts]
@@ -311,10 +311,10 @@ def test_resharding_for_gpus_takes_one_leaf_beside_the_result(row, monkeypatch):
 
 def test_what_travels_has_the_dtype_that_is_asked_for():
     state = placed()
-    values, tensors = _stream.outgoing(state, NAMES, None, "stream")
     for dtype, bits in ((None, "uint32"), ("bfloat16", "uint16")):
+        values, tensors = _stream.outgoing(state, NAMES, dtype, None, "stream")
         tensor = tensors["h.0.qk"]
-        gather = _stream._gather_of(tensor, values, dtype)
+        gather = _stream._gather_of(tensor, values)
         leaves = [values[one.leaf].value for one in tensor.parts]
         parts = leaves, [one.index for one in tensor.parts]
         jaxpr = _stream._gathered.trace(*parts, gather).jaxpr
