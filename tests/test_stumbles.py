@@ -128,14 +128,12 @@ def along_columns(state, plan):
 
 
 CALLS = [
-    (a_step(), {}, "batch"),
-    (a_step(accumulate=2), {}, "batch, accumulate=2"),
+    (a_step(), {}, "batch, like=state"),
     (a_step(), {"mesh": TWO}, "batch, like=state"),
     (a_step(accumulate=2), {"mesh": TWO}, "batch, accumulate=2, like=state"),
     (with_its_plan(), {}, "batch, like=plan"),
     (with_its_plan(accumulate=2), {"mesh": TWO}, "batch, accumulate=2, like=plan"),
-    (along_columns, {}, "batch, batch_specs=batch_specs"),
-    (lambda _, plan: zerojax.value_and_grad(loss, plan)(params(), ROWS), {}, "batch"),
+    (along_columns, {}, "batch, like=state, batch_specs=batch_specs"),
     (
         lambda _, plan: zerojax.value_and_grad(loss, plan)(params(), ROWS),
         {"mesh": TWO},
