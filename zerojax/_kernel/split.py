@@ -68,9 +68,16 @@ def split(
     prefix = alive(splitter.prefix, frontier, reads)
     needed = {v for eqn in prefix for v in reads(eqn)} | set(frontier)
     gathers = {v: s for v, s in splitter.gathers.items() if v in needed}
-    invars, constants = list(jaxpr.invars), splitter.inliner.constants
-    found = [splitter.kinds[v] for v in invars]
-    return Split(invars, found, constants, gathers, prefix, frontier, main, outvars)
+    return Split(
+        invars=list(jaxpr.invars),
+        kinds=[splitter.kinds[v] for v in jaxpr.invars],
+        constants=splitter.inliner.constants,
+        gathers=gathers,
+        prefix=prefix,
+        frontier=frontier,
+        main=main,
+        outvars=outvars,
+    )
 
 
 class Splitter:
@@ -217,8 +224,16 @@ class Splitter:
         kinds = (self.kinds[shard.root] for shard in shards_read(ops))
         roots = unique(kind for kind in kinds if isinstance(kind, Shard))
         operands: list[Shard | Atom] = [*read, *roots]
-        invars = [*read, *(shard.root for shard in roots)]
-        inner = Split(invars, [*[None] * len(read), *roots], {}, {}, [], [], ops, [*outvars])
+        inner = Split(
+            invars=[*read, *(shard.root for shard in roots)],
+            kinds=[*[None] * len(read), *roots],
+            constants={},
+            gathers={},
+            prefix=[],
+            frontier=[],
+            main=ops,
+            outvars=[*outvars],
+        )
         return Scope(inner, operands, outvars, **Eqn(eqn).options)
 
     def scans_weights(self, eqn: JaxprEqn) -> bool:
