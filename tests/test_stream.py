@@ -418,7 +418,7 @@ REFUSED = [
     (zerojax.stream, STATE, {"chunk_bytes": 0}, ValueError, r"chunk_bytes=0 must be a positive"),
     (zerojax.stream, STATE, {"chunk_bytes": 4e3}, ValueError, r"gather head.*blocks.{}.up"),
     (zerojax.stream, STATE, {"names": {"x": "y"}}, ValueError, r"'x', which is not a parameter"),
-    (zerojax.stream, STATE, {"plan": 3}, TypeError, r"plan=3 must be a plan"),
+    (zerojax.stream, STATE, {"plan": 3}, TypeError, "plan= takes a plan, got 3"),
     (zerojax.stream, {}, {}, ValueError, r"nothing to stream: you passed a dict"),
     (zerojax.stream, BARE, {}, TypeError, r"w is a ndarray, and zerojax.stream.*shard_train_state"),
     (zerojax.stream, ON_ONE, {}, TypeError, r"w is on no mesh, and zerojax.stream takes"),

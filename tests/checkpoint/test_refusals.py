@@ -72,7 +72,7 @@ REFUSED = [
     (save(STATE, rng=3), r"rng=3 is not a random key.*metadata="),
     (save(STATE, metadata={"f": loss_fn}), r"metadata/f is a function.*Make it numbers, strings"),
     (save(STATE, metadata=ROUND), "rng=, data= or metadata= .*contains itself"),
-    (save(STATE, plan=3), "plan=3 must be a plan"),
+    (save(STATE, plan=3), "plan= takes a plan, got 3"),
     (restore("none"), r"nothing at .*/none\. Pass the directory that you passed to zerojax.save"),
     (restore("part"), r"/part.orbax-checkpoint-tmp was never finished"),
     (restore("loop"), "is not a .*, but contains some: 5, 10, 100. Pass one of them: .*/loop/100"),

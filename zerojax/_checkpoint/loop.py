@@ -21,8 +21,9 @@ from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo
 
 from zerojax._checkpoint import extras as _extras, files as _files, save as _save
 from zerojax._checkpoint.extras import Extras
+from zerojax._plan.layout import check_plan
 from zerojax._plan.padding import padded_shapes
-from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.plan import Plan
 from zerojax._run import agreement as _agreement, processes as _processes
 from zerojax._state import refusals as _refusals
 from zerojax._types import PyTree, is_key

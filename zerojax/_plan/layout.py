@@ -222,3 +222,11 @@ def _as_in_types(place: NamedSharding, leaf: LeafPlan) -> NamedSharding:
         return place
     missing = [None] * (len(leaf.shape) - len(place.spec))
     return place.update(spec=PartitionSpec(*place.spec, *missing))
+
+
+def check_plan(plan: object, what: str) -> None:
+    """Raises if the argument `what` is not a plan."""
+    if not isinstance(plan, Layout):
+        is_tree = not jax.tree_util.all_leaves([plan])
+        got = f"a {type(plan).__name__}" if is_tree else repr(plan)
+        raise TypeError(f"{what} takes a plan, got {got}. Make one: zerojax.plan(state, stage=3).")

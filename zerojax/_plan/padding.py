@@ -27,7 +27,7 @@ from zerojax._axis_types import auto_axes, computed_with, typed_as
 from zerojax._jaxprs import Eqn, is_var
 from zerojax._kernel.places import LeafPlan
 from zerojax._plan import move as _move
-from zerojax._plan.layout import Layout
+from zerojax._plan.layout import Layout, check_plan
 from zerojax._specs import axes_size, names_in
 from zerojax._state import carried as _carried, state as _state
 from zerojax._types import PyTree, Shape
@@ -244,10 +244,11 @@ def padded_shapes(tree: PyTree, plan: _carried.CarriedPlan = None) -> dict[str, 
 
     The states in the tree carry their plans; pass `plan` for a tree that is a state without one.
     """
-    _check_plan(plan)
-    if plan is not None and not _has_plan(tree):
-        plan._check_structure(tree)
-        return _padded(tree, {leaf.path: leaf for leaf in plan.leaves})
+    if plan is not None:
+        check_plan(plan, "plan=")
+        if not _has_plan(tree):
+            plan._check_structure(tree)
+            return _padded(tree, {leaf.path: leaf for leaf in plan.leaves})
     shapes: dict[str, Shape] = {}
     for path, part in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_has_plan)[0]:
         if _has_plan(part):
@@ -264,7 +265,8 @@ def padded_param_shapes(
 
     Pass `plan` for a state that carries none, or for parameters in place of a state.
     """
-    _check_plan(plan)
+    if plan is not None:
+        check_plan(plan, "plan=")
     layout: Layout | None = _carried.carried_plan(state)
     if layout is None and plan is not None:
         plan._check_params(params)
@@ -272,11 +274,6 @@ def padded_param_shapes(
     leaves = [] if layout is None else layout.params
     planned = {leaf.path.partition("/")[2]: leaf for leaf in leaves}
     return resting_shapes(params, but=planned) | _padded(params, planned)
-
-
-def _check_plan(plan: object) -> None:
-    if not isinstance(plan, Layout | None):
-        raise TypeError(f"plan={plan!r} must be a plan, as zerojax.plan(state, stage=3) makes one.")
 
 
 def _has_plan(node: object) -> bool:

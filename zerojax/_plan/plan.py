@@ -300,14 +300,6 @@ def _as_array(value: PyTree, leaf: LeafPlan) -> Any:
     return value if isinstance(value, jax.Array) else np.asarray(value, leaf.dtype)
 
 
-def check_plan(plan: object, what: str) -> None:
-    """Raises if the argument `what` is not a plan."""
-    if not isinstance(plan, Plan):
-        is_tree = not jax.tree_util.all_leaves([plan])
-        got = f"a {type(plan).__name__}" if is_tree else repr(plan)
-        raise TypeError(f"{what} takes a plan, got {got}. Make one: zerojax.plan(state, stage=3).")
-
-
 def fingerprint(plan: Layout) -> dict[str, str]:
     """Returns, by name, the facts that must be the same in every process."""
     leaves = [

@@ -26,7 +26,8 @@ from zerojax._loss.trace import TracedLoss, explained_dtypes, trace_loss
 from zerojax._passes import means as _means
 from zerojax._passes.loss import Feed, Loss
 from zerojax._plan import move as _move, padding as _padding
-from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.layout import check_plan
+from zerojax._plan.plan import Plan
 from zerojax._plan.precision import seen_in
 from zerojax._state import refusals as _refusals
 from zerojax._step.parameter import codecs_of

@@ -14,7 +14,8 @@ from zerojax._features import xla_options as _xla_options
 from zerojax._kernel.body import How
 from zerojax._loss import arguments as _arguments, batch as _batch
 from zerojax._plan import mesh as _mesh
-from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.layout import check_plan
+from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import TX
 from zerojax._plan.precision import Precision, check_precision
 from zerojax._specs import slow
