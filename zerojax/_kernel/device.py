@@ -40,11 +40,11 @@ class Param:
     """How a step takes one parameter. `param_of` makes it from the placements of a leaf.
 
     If it is `is_held`, the loss receives it as `Held`: the engine gathers it along `cut`, and
-    reduces its gradient where the loss uses it, to `landing`. Otherwise the loss receives the
-    array, and JAX its gradient. After the last microbatch a gradient goes `onward` to the shard
-    that is updated. A parameter `is_varied` if it has a gradient. If it `is_own_source`, the loss
-    gathers it from the shard through which the gradient leaves. Microbatches share what has
-    travelled along `early`. Shapes are those of one device's part.
+    reduces its gradient where the loss uses it, to a shard of `landing_shape`. Otherwise the loss
+    receives the array, and JAX its gradient. After the last microbatch a gradient goes `onward` to
+    the shard that is updated. A parameter `is_varied` if it has a gradient. If it `is_own_source`,
+    the loss gathers it from the shard through which the gradient leaves. Microbatches share what
+    has travelled along `early`. Shapes are those of one device's part.
     """
 
     leaf: LeafPlan
@@ -52,7 +52,6 @@ class Param:
     is_held: bool
     is_varied: bool
     is_own_source: bool
-    landing: Placement
     landing_shape: tuple[int, ...]
     update_shape: tuple[int, ...]
     onward: Route | None
@@ -161,7 +160,6 @@ def param_of(
         is_held=is_held,
         is_varied=jnp.issubdtype(leaf.dtype, jnp.inexact) and not leaf.frozen,
         is_own_source=leaf.rest == landing and not (brings or copied),
-        landing=landing,
         landing_shape=part(landing),
         update_shape=part(leaf.update),
         onward=onward if onward and (onward.axes or onward.replicas) else None,
