@@ -6,8 +6,9 @@ collectives only by their start, and counts a loop as started as soon as one tur
 thread. All collectives have the same channel, so devices pair the wrong ones: they wait for each
 other until XLA ends the process, or return NaN or wrong numbers. A barrier is no data dependence
 (JAX 0.12; 0.10 expands barriers before it schedules). `tests/engine/test_fence.py` has the fault in
-plain JAX. So on CPUs what follows such a loop depends on its results, in a way that XLA cannot see
-through.
+plain JAX. In a program that JAX loads from its cache, XLA:CPU orders a loop not even by its start:
+it reads each loop back as if nobody else used the channel. So on CPUs such a loop depends on the
+collectives before it, and what follows on its results, in a way that XLA cannot see through.
 """
 
 import functools
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from zerojax import _compat, _jaxprs
@@ -26,6 +28,7 @@ from zerojax._types import PyTree, is_key
 
 T = TypeVar("T")
 
+LOOPS = "cond", "while", "scan"  # and branches: all that has a program of its own
 _MOST_BITS = 64  # of one number
 
 
@@ -73,6 +76,12 @@ def _bits(array: Array) -> Array:
 # -- whole programs
 
 
+def mixes_up_collectives(mesh: Mesh) -> bool:
+    """Whether collectives may run in the midst of a loop that needs nothing of them, as on
+    (emulated) CPU devices. GPUs have streams, which run in order."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
 def in_order(code: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Returns the code of one device, in which loops and branches of collectives wait for the
     collectives before them, and those after them wait for the loops."""
@@ -88,6 +97,7 @@ def in_order(code: Callable[..., PyTree]) -> Callable[..., PyTree]:
 class _Sequenced(NamedTuple):
     array: ArrayLike
     loops: int = 0  # that it depends on: each of them depends on those before it
+    since: frozenset[int] = frozenset()  # and which collectives after the last of them
 
 
 def _ordered(
@@ -95,17 +105,17 @@ def _ordered(
 ) -> list[ArrayLike]:
     order = _Order()
     outs = order.run(jaxpr, consts, list(map(_Sequenced, inputs)))
-    return [wait(x, order.done) if loops < order.loops else x for x, loops in outs]
+    return [wait(x, order.done) if loops < order.loops else x for x, loops, _ in outs]
 
 
 class _Order:
     """Runs jaxprs. `done` marks the last loop of `loops`, and `since` has what came from other
-    devices after it."""
+    devices after it, by the number of the collective."""
 
     def __init__(self) -> None:
-        self.loops = 0
+        self.loops = self.count = 0
         self.done: Array | None = None
-        self.since: list[Array] = []
+        self.since: dict[int, list[Array]] = {}
 
     def run(
         self, jaxpr: Jaxpr, consts: Sequence[ArrayLike], inputs: Sequence[_Sequenced]
@@ -122,25 +132,29 @@ class _Order:
 
     def results(self, eqn: JaxprEqn, operands: Sequence[_Sequenced]) -> list[_Sequenced]:
         arrays, loops = [v.array for v in operands], max([0, *(v.loops for v in operands)])
+        since = frozenset[int]().union(*(v.since for v in operands))
         if not _compat.names_an_axis(eqn):
-            return [_Sequenced(x, loops) for x in _compat.bind(eqn, arrays)]
+            return [_Sequenced(x, loops, since) for x in _compat.bind(eqn, arrays)]
         if _is_loop(eqn) and eqn.primitive.name in (*_compat.CALLS, *_compat.REMAT):
             if _jaxprs.Eqn(eqn).prevent_cse:  # as JAX does where it lowers a remat
                 arrays = lax.optimization_barrier(arrays)
-            inputs = [_Sequenced(x, v.loops) for x, v in zip(arrays, operands, strict=True)]
+            inputs = [v._replace(array=x) for x, v in zip(arrays, operands, strict=True)]
             jaxpr, consts = _compat.inner_jaxpr(eqn)
             eqns = [_compat.renamed(each, lambda var: var, eqn) for each in jaxpr.eqns]
             return self.run(jaxpr.replace(eqns=eqns), consts, inputs)
         done = self.done if loops < self.loops else None
         if is_loop := _is_loop(eqn):
             eqn = _jaxprs.mapped_params(eqn, lambda _, value: _inside(value))
-            done = _either(done, mark(self.since))
+            free = (x for k, outs in self.since.items() if k not in since for x in outs)
+            done = _either(done, mark([*free]))
         outs = _compat.bind(*_waiting(eqn, arrays, done))
-        self.since = [*self.since, *outs]
+        self.count += 1
+        self.since[self.count] = outs
         if is_loop:
-            self.loops, self.since = self.loops + 1, []
-            self.done = _either(self.done, mark(outs))
-        return [_Sequenced(x, self.loops) for x in outs]
+            self.loops, self.since = self.loops + 1, {}
+            recurrent = [outs[at] for _, at in _recurrent(eqn)[:1]]
+            self.done = _either(self.done, mark(recurrent or outs))
+        return [_Sequenced(x, self.loops, since | {self.count}) for x in outs]
 
 
 def _either(one: Array | None, other: Array | None) -> Array | None:
@@ -149,8 +163,7 @@ def _either(one: Array | None, other: Array | None) -> Array | None:
 
 def _is_loop(eqn: JaxprEqn) -> bool:
     """Whether an equation is a loop or a branch of collectives, or has one in it."""
-    loops = eqn.primitive.name in ("cond", "while", "scan")
-    loops = loops or any(map(has_loops, _compat.inner_jaxprs(eqn)))
+    loops = eqn.primitive.name in LOOPS or any(map(has_loops, _compat.inner_jaxprs(eqn)))
     return loops and _compat.names_an_axis(eqn)
 
 
@@ -170,9 +183,21 @@ def _inside(value: PyTree) -> PyTree:
     return jax.make_jaxpr(lambda *inputs: _ordered(jaxpr, consts, inputs))(*avals)
 
 
-def _is_number(value: ArrayLike) -> bool:
-    """Whether XLA cannot know that a value is what it would be in place of others."""
-    return jnp.issubdtype(jnp.result_type(value), jnp.number) and math.prod(jnp.shape(value)) > 0
+def _recurrent(eqn: JaxprEqn) -> list[tuple[int, int]]:
+    """Returns the numbers that each turn of a scan computes from those of the turn before, the
+    smallest first: their places in its operands and in its results. XLA drops others at times."""
+    if eqn.primitive.name != "scan":
+        return []
+    body, _ = _compat.inner_jaxpr(eqn)
+    read = {v for inner in body.eqns for v in _jaxprs.reads(inner)}
+    made = {v for inner in body.eqns for v in inner.outvars}
+    carried = _jaxprs.Eqn(eqn).parts(range(len(eqn.invars)))[1]
+    pairs = [(k, at) for at, k in enumerate(carried)]
+    pairs = [(k, at) for k, at in pairs if body.invars[k] in read and body.outvars[at] in made]
+    types = {k: _jaxprs.type_of(body.invars[k]) for k, _ in pairs}
+    numbers = [each for each in pairs if jnp.issubdtype(types[each[0]].dtype, jnp.inexact)]
+    filled = [each for each in numbers if types[each[0]].size > 0]
+    return sorted(filled, key=lambda each: types[each[0]].size)
 
 
 def _waiting(
@@ -187,9 +212,8 @@ def _waiting(
             waiting = range(1)
         case "while":
             waiting = _jaxprs.Eqn(eqn).parts(every)[2]
-        case "scan":  # what it carries, if any numbers: stacks of weights would be copied
-            carried = _jaxprs.Eqn(eqn).parts(every)[1]
-            waiting = carried if any(_is_number(arrays[k]) for k in carried) else every
+        case "scan":
+            waiting = [k for k, _ in _recurrent(eqn)[:1]] or every
     arrays = list(arrays)
     invars = list(eqn.invars)
     other = functools.partial(jnp.full_like, fill_value=done)  # XLA knows the zeros of a carry

@@ -38,7 +38,7 @@ def of_params(params, **options):
 
 def mistaken(params, tokens):
     """Scales a stack before its loop. Its own collectives are no mistakes."""
-    x = params["embed"][tokens]
+    x = params["embed"].astype(jnp.bfloat16)[tokens].astype(jnp.float32)
     columns = jax.lax.all_to_all(jnp.tile(x, (1, 3)), "data", 1, 0, tiled=True)
     moved = jax.lax.ppermute(jnp.sin(x), "data", [(0, 1), (1, 2), (2, 0)])
     everywhere = jax.lax.psum(jnp.tanh(jnp.tile(x, (1, 16))), "data")

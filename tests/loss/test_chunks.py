@@ -12,7 +12,7 @@ from tests.support import draw
 from tests.support.collectives import collectives, every_equation
 from tests.support.reference import assert_close
 from tests.support.schedules import value_and_grad
-from zerojax._features import xla_options
+from zerojax import _fence
 
 DIM, VOCAB, LAYERS = 16, 96, 3
 PARAMS = {"layers": draw.normal(0, LAYERS, DIM, DIM), "head": draw.normal(1, DIM, VOCAB)}
@@ -99,7 +99,7 @@ def test_the_head_is_gathered_and_reduced_once_for_all_chunks(way, size, plan):
 @pytest.mark.parametrize("size", [8, 7])
 def test_backward_waits_for_the_chunks_of_forward(size, plan, monkeypatch):
     """It needs nothing of them: XLA would run them last, and keep head and rows until then."""
-    monkeypatch.setattr(xla_options, "mixes_up_collectives", lambda mesh: False)  # as on GPUs
+    monkeypatch.setattr(_fence, "mixes_up_collectives", lambda mesh: False)  # as on GPUs
     grad = value_and_grad(loss(by_map, size, "bfloat16"), plan, prefetch=1)
     jaxpr = jax.make_jaxpr(grad)(plan.abstract()["params"], BATCH)
     (body,) = [e.params["jaxpr"] for e in every_equation(jaxpr) if e.primitive.name == "shard_map"]

@@ -75,18 +75,21 @@ def has_collectives(module: Any, instruction: Any) -> bool:
 
 def unordered(module: Any) -> tuple[int, list[str]]:
     """How many loops and branches of collectives a compiled module has; and the collectives, or
-    loops of them, that stand after such a loop and do not depend on it."""
-    loops, found = 0, []
+    loops of them, that do not depend on such a loop, nor it on them."""
+    loops, free = 0, []
     for instructions in module.computations.values():
         scheduled = list(instructions.values())
         for at, loop in enumerate(scheduled):
             if loop.opcode not in ("while", "conditional") or not has_collectives(module, loop):
                 continue
             loops += 1
-            depends = {loop}
+            before, after = {*loop.operands}, {loop}
+            for one in reversed(scheduled[:at]):
+                if one in before:
+                    before.update(one.operands)
             for one in scheduled[at + 1 :]:
-                if depends.intersection(one.operands):
-                    depends.add(one)
-                elif has_collectives(module, one):
-                    found.append(one.name)
-    return loops, found
+                if after.intersection(one.operands):
+                    after.add(one)
+            others = (one for one in scheduled if one not in before | after)
+            free += [one.name for one in others if has_collectives(module, one)]
+    return loops, free

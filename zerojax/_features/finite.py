@@ -21,10 +21,8 @@ def scale_of(state: PyTree) -> DynamicScale | None:
     return scale if isinstance(scale, DynamicScale) else None
 
 
-def scaled(loss_fn: Callable[..., PyTree], scale: DynamicScale | None) -> Callable[..., PyTree]:
+def scaled(loss_fn: Callable[..., PyTree], scale: DynamicScale) -> Callable[..., PyTree]:
     """Returns the loss times the scale, in float32 at least, so that its gradients fit float16."""
-    if scale is None:
-        return loss_fn
 
     # The scale is an argument of a Partial and not closed over: it is a tracer of the step, and
     # the loss is traced once more for one device.
@@ -35,10 +33,8 @@ def scaled(loss_fn: Callable[..., PyTree], scale: DynamicScale | None) -> Callab
     return jax.tree_util.Partial(loss, loss_fn, scale.scale)
 
 
-def unscaled(values: PyTree, scale: DynamicScale | None) -> PyTree:
+def unscaled(values: PyTree, scale: DynamicScale) -> PyTree:
     """Divides `values` by the scale, in float32 at least: the results fit no narrower dtype."""
-    if scale is None:
-        return values
 
     def divide(value: jax.Array) -> jax.Array:
         is_exact = not jnp.issubdtype(value.dtype, jnp.inexact)

@@ -113,14 +113,6 @@ def knows_wires(mesh: Mesh) -> bool:
     return spans_hosts(mesh) and knows_speeds(mesh.devices.flat[0])
 
 
-def mixes_up_collectives(mesh: Mesh) -> bool:
-    """Whether collectives after a loop may run before it ends, as on (emulated) CPU devices.
-
-    See the note in `_fence.py`. GPUs have streams, which run in order.
-    """
-    return mesh.devices.flat[0].platform == "cpu"
-
-
 def spans_hosts(mesh: Mesh) -> bool:
     return len({d.process_index for d in mesh.devices.flat}) > 1
 

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from zerojax import _compat
+from zerojax._fence import mark, mixes_up_collectives, wait
 from zerojax._kernel import travel as _travel
 from zerojax._kernel.arrays import Value
 from zerojax._kernel.body import How
@@ -314,6 +315,8 @@ def _gathered(
 ) -> list[Array]:
     """Gathers leaves that rest whole, by hand: XLA would choose the time and the dtype itself."""
     rest = [leaf.rest.local for leaf in leaves]
+    # A stack is gathered in a loop: on CPUs, in its turn.
+    in_turn = mixes_up_collectives(mesh) and any(leaf.stacked for leaf in leaves)
 
     def gather(shard: Array, stack: Array | None, leaf: LeafPlan) -> Array:
         # Over all axes: a leaf that does not rest where it is updated rests whole. Exact, because
@@ -321,8 +324,15 @@ def _gathered(
         cut = leaf.cut(Route(leaf.update.axes, padding=leaf.update.zeros))
         return _travel.gather_updated(shard, stack, cut, leaf.stacked)
 
+    def gather_all(shards: list[Array], old: list[Array | None]) -> list[Array]:
+        whole, done = list[Array](), mark(shards) if in_turn else None
+        for shard, stack, leaf in zip(shards, old, leaves, strict=True):
+            whole.append(gather(wait(shard, done), stack, leaf))
+            done = mark(whole[-1:]) if in_turn else None
+        return whole
+
     return jax.shard_map(
-        lambda shards, old: list(map(gather, shards, old, leaves)),
+        gather_all,
         mesh=mesh,
         in_specs=([leaf.update.local for leaf in leaves], rest),
         out_specs=rest,

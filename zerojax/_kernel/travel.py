@@ -274,7 +274,8 @@ def _gather(parts: Transit, cut: Cut, axes: tuple[str, ...]) -> Transit:
         return lax.all_gather(x, axes, axis=cut.dim, tiled=True)
 
     with named([cut]):
-        return tuple([_each_part(gather, part, cut.others) for part in parts]) if axes else parts
+        each = functools.partial(_each_part, gather, others=cut.others)
+        return tuple(map(each, parts)) if axes else parts
 
 
 def _open(parts: Transit, cut: Cut) -> Array:

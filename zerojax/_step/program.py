@@ -17,7 +17,7 @@ from zerojax._features import activations as _activations, updating as _updating
 from zerojax._features.host_state import are_found
 from zerojax._features.in_backward import InBackward, InLoop, LayerUpdate, NoGradientError
 from zerojax._features.speculate import stays
-from zerojax._fence import has_loops, in_order
+from zerojax._fence import LOOPS, in_order
 from zerojax._jaxprs import type_of
 from zerojax._kernel.device import DeviceLoss, Param, exact_share
 from zerojax._loss import batch as _batch, fields as _fields
@@ -136,9 +136,7 @@ class Program:
 
     def on_all_devices(self) -> Callable[..., PyTree]:
         """Returns the program of all devices together."""
-        # The engine orders the loops that it knows. Those of a loss may speak over an axis too.
-        in_turn = self.how.by_data and has_loops(self.loss.jaxpr)
-        code = in_order(self) if in_turn else self
+        code = in_order(self) if self.how.by_data and self.loops else self
         program = self.device.on_all_devices(code, self.in_specs(), self.out_specs())
 
         def padded(values: list[Array], args: list[Array], *others: PyTree) -> PyTree:
@@ -146,6 +144,12 @@ class Program:
 
         splits = self.plan._splits
         return padded if splits.blocks > 1 else program
+
+    @property
+    def loops(self) -> bool:
+        """Whether collectives may run in a loop."""
+        names = {eqn.primitive.name for eqn in _compat.every_eqn(self.loss.jaxpr)}
+        return self.rounds > 1 or not names.isdisjoint(LOOPS)
 
     # -- its inputs and outputs, as `shard_map` sees them
 

@@ -14,6 +14,7 @@ from zerojax._features import (
     host_state as _host_state,
     in_backward as _in_backward,
 )
+from zerojax._fence import mark, mixes_up_collectives, wait
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import split_fields, with_fields
@@ -85,10 +86,13 @@ def _train(
     """Returns the state after one step, the metrics, and what the trace knows beside them."""
     plan._check_structure(state)
     _refusals.check_one_tx(state, recipe.options.tx)
-    scale = _finite.scale_of(state)
-    # JAX differentiates the scaled loss; metrics and gradients are those of the loss itself.
+    has_scale = _state.field(state, "dynamic_scale") is not None
+    scale = _finite.scale_of(state) if has_scale else None
     logical = plan.unpad(state)
-    loss_fn = _finite.scaled(with_fields(recipe.loss_fn, logical, recipe.options.mutable), scale)
+    loss_fn = with_fields(recipe.loss_fn, logical, recipe.options.mutable)
+    if scale is not None:
+        # JAX differentiates the scaled loss; metrics and gradients are those of the loss itself.
+        loss_fn = _finite.scaled(loss_fn, scale)
     guard = None
     if recipe.options.skip_nonfinite or scale is not None:
         guard = functools.partial(_finite.guarded, mutable=recipe.options.mutable)
@@ -103,7 +107,9 @@ def _train(
     params = _state.get_params(state)
     graded = loss_and_grads(loss_fn, plan, recipe.options, params, args, backward)
     aux, done = graded.aux, graded.done
-    loss, grads, norms = _finite.unscaled((graded.loss, graded.grads, graded.norms), scale)
+    loss, grads, norms = graded.loss, graded.grads, graded.norms
+    if scale is not None:
+        loss, grads, norms = _finite.unscaled((loss, grads, norms), scale)
     aux, fields = split_fields(aux, logical, recipe.options.mutable)
     # A tree of parameters may have None in it, and gradients are None where backward has updated.
     of_grads = jax.tree.structure(_state.get_params(state))
@@ -111,6 +117,8 @@ def _train(
     others = [grad for at, grad in enumerate(grads) if at not in graded.normed]
     metrics = {"loss": loss, "grad_norm": grad_norm(others, norms)}
     finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+    if not plan.groups.params and mixes_up_collectives(plan.mesh):
+        grads = wait(grads, mark([*metrics.values()]))  # weights are gathered in loops
     if update is not None and (plan._offloads or done):
         update = dataclasses.replace(update, known=graded.sums)
         values = [*grads, *jax.tree.leaves((state, fields, finite))]

@@ -8,7 +8,7 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from zerojax import _compat
+from zerojax import _compat, _fence
 from zerojax._declared import Options, option
 from zerojax._features import xla_options as _xla_options
 from zerojax._kernel.body import How
@@ -200,7 +200,7 @@ def how_on(
         int(prefetch),
         keep_layers,
         in_turn_above=_xla_options.LARGEST_COLLECTIVE if in_turn else math.inf,
-        by_data=_xla_options.mixes_up_collectives(mesh),
+        by_data=_fence.mixes_up_collectives(mesh),
         **others,
     )
 
