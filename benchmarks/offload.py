@@ -47,13 +47,6 @@ ROWS = {
     "7.5B on 8 H100s: in host memory": Row("7.5b", "8xH100", 4),
     "7.5B on 8 H100s: in host memory, updated after": Row("7.5b", "8xH100", 4, update="after"),
     "7.5B on 8 H100s: in host memory, clipped": Row("7.5b", "8xH100", 4, CLIPPED),
-    "7.5B on 8 H100s: in host memory, clipped, updated in backward": Row(
-        "7.5b", "8xH100", 4, CLIPPED, update="backward"
-    ),
-    "7.5B on 8 H100s: on the devices, clipped": Row("7.5b", "8xH100", 4, CLIPPED, offload=None),
-    "7.5B on 8 H100s: on the devices, clipped, updated in backward": Row(
-        "7.5b", "8xH100", 4, CLIPPED, offload=None, update="backward"
-    ),
     "7.5B on 8 H100s: with parameters in host memory": Row("7.5b", "8xH100", 4, offload=BOTH),
     "7.5B on 8 H100s: with activations in host memory": Row(
         "7.5b", "8xH100", 4, activations="host"

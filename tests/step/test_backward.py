@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax.training.train_state import TrainState
 
@@ -124,6 +125,37 @@ def test_a_step_gives_what_one_device_gives(make, loss, placing, prefetch):
     stacks.check(state, metrics, make, loss)
     step(state, BATCH)
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def normed():
+    def with_norm(updates, state, params=None):
+        return updates, optax.tree.norm(updates)
+
+    norm = optax.GradientTransformation(lambda params: jnp.zeros(()), with_norm)
+    return stacks.stacks(optax.chain(norm, adam()))
+
+
+def without_nans():
+    return stacks.stacks(optax.chain(optax.zero_nans(), adam()))
+
+
+def spoiled(params, batch):
+    """Scales that are 1, as they are at first, have gradients of NaN."""
+
+    def layer(x, p):
+        scale = p["norm"] + 0 * jnp.sqrt(jnp.abs(p["norm"] - 1))
+        return x + jnp.tanh((x * scale) @ p["w"]), None
+
+    x = jax.lax.scan(jax.checkpoint(layer), params["embed"][batch], params["blocks"])[0]
+    return jnp.mean((x @ params["embed"].T) ** 2)
+
+
+@pytest.mark.parametrize(("make", "loss"), [(normed, loss), (without_nans, spoiled)])
+def test_a_sum_that_no_layer_reads(make, loss):
+    placing = {"offload": stacks.ALL}
+    step, state, metrics = stacks.trained(make, loss, placing, update="backward")
+    assert carried_by_updates(step.trace(state, BATCH).jaxpr)
+    stacks.check(state, metrics, make, loss)
 
 
 def test_beside_a_tensor_axis():

@@ -109,7 +109,7 @@ OPTIONS: list[Any] = [
     ("odd scan", "4x2", 3, "adam", {"offload": ON_HOST}, {}),
     ("even", "2x2x2", 3, "adam", {"groups": GROUPS, "axis": None}, {"accumulate": 2}),
     ("odd", "2x2x2", 1, "adam", {"groups": {"opt_state": "expert"}, "axis": None}, {}),
-    ("scan", "2x4", 3, "clipped", {}, {"update": "backward"}),
+    ("scan", "2x4", 3, "adam", {}, {"update": "backward"}),
     ("loop", "2x4", 3, "adam", {}, {"roll": True}),
 ]
 

@@ -76,7 +76,7 @@ REFUSED = [
     (nodes_step(FLAT | WRONG_PATH), NO_PATH),
     (in_backward(loss=in_a_checkpoint), f"params/blocks/w: {UNREAD}"),
     (in_backward(loss=constant), "params/blocks/w: it has no gradient"),
-    (in_backward(odd), r"w: it is padded \(pad=False replicates it\).*by itself\. Pass"),
+    (in_backward(odd), r"w: it is padded \(pad=False replicates it\).*a norm does not\)\. Pass"),
     (
         lambda: train_step(stacks.loss, update="later"),
         "must be 'backward', 'after' or 'auto', got 'later'",

@@ -383,10 +383,7 @@ def assert_less(off: dict[str, float], limit: float, what: str) -> None:
 
 def check_places(row: Row, found: Run, state: Any) -> None:
     plan = state.tx.plan
-    gone = {row.donate}
-    if row.optimizer in ("clipped", "loose") and row.update == "backward" and row.offload:
-        gone |= {False}  # moments in host memory, from which the step would start again
-    assert set(found.gone) <= gone and row.donate in found.gone, "the old state is gone, or is not"
+    assert set(found.gone) == {row.donate}, "the old state is gone, or is not"
     for leaf, value in zip(plan.leaves, jax.tree.leaves(state), strict=True):
         place = leaf.rest.sharding(plan._given_mesh or plan.mesh)
         is_alike = row.explicit and value.sharding.is_equivalent_to(place, value.ndim)

@@ -163,7 +163,10 @@ IN_BACKWARD = r"update='backward', and no parameter can be updated there"
 REFUSED = (
     Refusal({"update": ("backward",), "model": (*LOOPLESS, "linen")}, IN_BACKWARD),
     Refusal(
-        {"update": ("backward",), "optimizer": ("adafactor", "wrapped", "lamb", "novograd")},
+        {
+            "update": ("backward",),
+            "optimizer": ("adafactor", "wrapped", "clipped", "lamb", "novograd"),
+        },
         IN_BACKWARD,
     ),
     Refusal(  # stacks are padded; of the vectors in stacks, muon makes matrices
@@ -382,7 +385,7 @@ def verified() -> tuple[int, ...]:
 
 RARE: dict[str, tuple[Any, ...]] = {
     "model": ("chunks",),
-    "optimizer": ("clipped", "loose", "lion", "lamb", "momentum", "novograd", "scheduled"),
+    "optimizer": ("clipped", "lion", "lamb", "momentum", "novograd", "scheduled"),
     "precision": (SEVEN, SPLIT, "moments=int8", f"{SPLIT} moments=bfloat16"),
     "source": ("saved wide", "saved in codes"),
 }

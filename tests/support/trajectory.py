@@ -59,7 +59,6 @@ OPTIMIZERS = {
         {"trained": adam(), "frozen": optax.set_to_zero()}, some_frozen
     ),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), adam()),
-    "loose": lambda: optax.chain(optax.clip_by_global_norm(1e3), adam()),  # no step clips
     "lion": lambda: optax.lion(1e-3),
     "lamb": lambda: optax.lamb(1e-2, eps=EPS),
     "momentum": lambda: optax.sgd(1e-1, momentum=0.9, nesterov=True),

@@ -179,7 +179,7 @@ def test_an_update_in_parts_gives_the_numbers_of_the_whole(tx):
 # -- in backward: a step that may update nothing there says why
 
 NORM = "reduce_sum mixes layers"
-GLOBAL = "the update reads something of all gradients, and that has no usual value"
+GLOBAL = "the update reads something of all gradients, which is known after backward"
 TOGETHER = "the update reads it with other leaves"
 OTHER = "the optimizer's update of one layer is not the update of a stack"
 
@@ -215,7 +215,9 @@ ON_ONE = NamedSharding(AbstractMesh((1,), ("x",)), P())
         (OPTIMIZERS["adafactor"](), NORM),
         (optax.lamb(1e-3), NORM),
         (optax.contrib.prodigy(1e-3), "reshape mixes layers"),
+        (OPTIMIZERS["clip_schedule"](), rf"{GLOBAL}.*optax\.clip do, .*update='auto'"),
         (optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)), GLOBAL),
+        (optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)), GLOBAL),
         (OPTIMIZERS["multi_steps"](), TOGETHER),
         (optax.chain(optax.adaptive_grad_clip(0.1), optax.adamw(1e-3)), OTHER),
         (each(lambda g, s: s + g / g.shape[1]), "div mixes shards"),

@@ -3,7 +3,7 @@
 Gains, modelled for 7.5B on 8 H100s at 50 GB/s (JAX 0.12): a peak of 7.8 GiB for 14.7 with the
 optimizer state in host memory, and 553 ms for 535; with the parameters 4.4 GiB and 722 ms. The
 whole tree, fetched at once, takes 16.8 GiB and 779 ms. Costs 170 lines of code, 100 for what rests
-where (`_plan/offload.py`), and 320, which updates in backward need too, for what of an update can
+where (`_plan/offload.py`), and 300, which updates in backward need too, for what of an update can
 run layer by layer (`_update/rules.py`, `_update/update.py`).
 """
 

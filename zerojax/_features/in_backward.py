@@ -2,7 +2,7 @@
 
 Gains, modelled for 7.5B on 8 H100s (JAX 0.12): a peak of 14.7 GiB for 18.0, and 535 ms for 525;
 with the optimizer state in host memory 7.8 GiB for 11.2, and 553 ms for 686 at 50 GB/s, though 1369
-for 1143 at 12.5. Costs 310 lines of code with `updating.py`, and 330 in `_update/`, which host
+for 1143 at 12.5. Costs 280 lines of code with `updating.py`, and 300 in `_update/`, which host
 memory needs as well.
 """
 
@@ -31,11 +31,10 @@ from zerojax._plan.plan import Plan
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._types import PyTree, wide
 from zerojax._update import rules as _rules
-from zerojax._update.guess import Guess, sums_of
 from zerojax._update.rules import SAME, Flat, Label
 from zerojax._update.update import OTHER_PROGRAM, TOGETHER, InParts, Part, Update, on_no_mesh
 
-GLOBAL = "the update reads something of all gradients, "
+GLOBAL = "the update reads something of all gradients, which is known after backward"
 NO_STACK = "the plan does not take it for a stack of layers"
 
 # [Note: updates inside backward]
@@ -73,8 +72,7 @@ class LayerUpdate:
     `stacks` are the positions in the state of the stacks that it updates, the parameter first;
     `given` those of the leaves that it only reads. `apply(grad, layers, given)` returns the new
     layers, and `added` takes the same and returns the layer's part in the `sums` at which the
-    update divides. If some numbers of a guess decide what is computed, `needed`, `given` ends with
-    all of its numbers.
+    update divides.
     """
 
     stacks: tuple[int, ...]
@@ -82,7 +80,6 @@ class LayerUpdate:
     apply: Apply
     added: Apply
     sums: tuple[int, ...]
-    needed: frozenset[int]
 
 
 class InBackward:
@@ -130,8 +127,9 @@ class InBackward:
         raise ValueError(
             f"update='backward', and no parameter can be updated there ({listed}). Backward "
             "updates stacks of layers that one scan reads, not layers in a Python loop, with an "
-            f"optimizer that updates each element by itself{named}. Pass Schedule(update='auto'), "
-            "which then updates after backward."
+            "optimizer that updates each element by itself (Adam and optax.clip do, a clip by a "
+            f"norm does not){named}. Pass Schedule(update='auto'), which then updates after "
+            "backward."
         )
 
     def prove(self, finds: bool) -> None:
@@ -142,9 +140,9 @@ class InBackward:
         ]
         streamed = {i for i, each in enumerate(may_be, self.first) if each}
         shapes = self.update.shapes
-        self.sums = sums_of(self.update.traced(shapes), self.first, len(self.leaves))
+        self.sums = _rules.sums_of(self.update.traced(shapes), self.first, len(self.leaves))
         self.whole = InParts(self.update, shapes, streamed, self.plan._stacks, self.sums)
-        self.guess = Guess(self.whole)
+        self.origins = self.whole.full.origins(dict(enumerate(self.whole.full.invars)))
         params = [i for i, leaf in enumerate(self.plan.leaves, self.first) if leaf.kind == PARAMS]
         for part in self.whole.parts:
             for grad, param in enumerate(params):
@@ -182,14 +180,9 @@ class InBackward:
             raise _UnprovedError(TOGETHER)
         if any(isinstance(value, Tracer) for value in program.constants.values()):
             raise _UnprovedError("the update closes over a traced array")
-        assert self.shard is not None
-        *_, numbers, unknown = self.shard
-        known = program.used.intersection(numbers + unknown)
-        if known and not self.must:
-            raise _UnprovedError(GLOBAL + "which is known after backward")
-        needed = self.guess.decides(program, numbers) if known else frozenset[int]()
-        if needed is None or not known.issubset(numbers):
-            raise _UnprovedError(GLOBAL + "and that has no usual value")
+        unknown = {v for v, value in program.constants.items() if value is None}
+        if not unknown.isdisjoint(program.used):
+            raise _UnprovedError(GLOBAL)
         stacks = (param, *(i for i in part.inputs if i != param))
         dtypes = [self.leaves[i].dtype for i in stacks]
         new = program.cut([program.outvars[part.inputs.index(i)] for i in stacks])
@@ -198,11 +191,9 @@ class InBackward:
         def run(program: Flat, grad_of: Array, layers: Sequence[Array], read: Sequence[Array]):
             inputs: list[Any] = [None] * len(program.invars)
             layers = [as_stored(*pair) for pair in zip(layers, dtypes, strict=True)]
-            values = grad_of, *layers, *read[: len(given)]
-            for at, value in zip((grad, *stacks, *given), values, strict=True):
+            for at, value in zip((grad, *stacks, *given), (grad_of, *layers, *read), strict=True):
                 inputs[at] = value
-            guess = zip(numbers if needed else (), read[len(given) :], strict=True)
-            return list(map(as_float, program.knowing(dict(guess))(inputs)))
+            return list(map(as_float, program(inputs)))
 
         return LayerUpdate(
             tuple(i - self.first for i in stacks),
@@ -210,12 +201,11 @@ class InBackward:
             functools.partial(run, new),
             lambda *args: list(map(total, run(sums, *args))),
             tuple(self.sums[k - first] for k in added),
-            needed,
         )
 
     def readers(self, inputs: Set[int]) -> set[int]:
         """Returns the results of the divided update that depend on some of its inputs."""
-        outvars, origins = enumerate(self.whole.full.outvars), self.guess.origins
+        outvars, origins = enumerate(self.whole.full.outvars), self.origins
         return {k for k, v in outvars if is_var(v) and not inputs.isdisjoint(origins.get(v, ()))}
 
     def of_shard(self, outputs: Sequence[int], grad: int) -> Flat:
@@ -226,7 +216,7 @@ class InBackward:
         """
         if self.shard is None:
             raise _UnprovedError(OTHER_PROGRAM)
-        shard, labels, mixers, *_ = self.shard
+        shard, labels, mixers = self.shard
         for k in outputs:
             v = self.whole.one.outvars[k]
             leaf = self.plan.leaves[k] if k < len(self.plan.leaves) else self.leaves[grad]
@@ -239,9 +229,11 @@ class InBackward:
         return program
 
     @functools.cached_property
-    def shard(self) -> tuple[Flat, dict[Var, Label], dict[Atom, str], list[Var], list[Var]] | None:
-        """The trace of a device's part of layers with its labels, the numbers that it reads and
-        what else is known of all layers alone; None if it is another program."""
+    def shard(self) -> tuple[Flat, dict[Var, Label], dict[Atom, str]] | None:
+        """The trace of a device's part of layers with its labels; None if it is another program.
+
+        What follows from all layers is a constant without a value.
+        """
         shapes = list(self.update.shapes)
         dims: list[Label] = [SAME] * len(shapes)
         for i in self.plan._stacks:
@@ -258,11 +250,8 @@ class InBackward:
         if not one.is_like(shard):
             return None
         partners = dict(zip(self.whole.full.variables, shard.variables, strict=True))
-        numbers, unknown = (
-            [partners[v] for v in each] for each in (self.guess.numbers, self.guess.unknown)
-        )
         labels = _rules.labelled(one, shard, dims, lambda v, w: v in known)
-        return shard.knowing(dict.fromkeys(numbers + unknown)), *labels, numbers, unknown
+        return shard.knowing({partners[v]: None for v, _ in self.whole.before}), *labels
 
 
 def total(added: Array) -> Array:
@@ -297,26 +286,16 @@ Stacks: TypeAlias = dict[int, tuple[Array, ...]]  # by position: a parameter and
 LayersRead: TypeAlias = dict[int, list[Array]]  # by the position of their parameter
 
 
-@functools.partial(register_dataclass, data_fields=["given", "old"], meta_fields=["apply"])
+@functools.partial(register_dataclass, data_fields=["given"], meta_fields=["apply"])
 @dataclasses.dataclass(frozen=True)
 class Updating:
     """How a loop updates a parameter, the `Held.update` of it; `Held.state` changes with it.
 
-    `apply(grad, layers, given)` takes one layer of each stack, and returns the new layers. An
-    update that may have to be undone leaves `old` as it is. If there is any, layers come from there
-    and from the first of the stacks where `old` has None, and the other stacks are only written.
+    `apply(grad, layers, given)` takes one layer of each stack, and returns the new layers.
     """
 
     given: tuple[Array, ...]
     apply: Callable[[Array, list[Array], Sequence[Array]], list[Array]]
-    old: tuple[Array | None, ...] = ()
-
-    def read(self, stacks: Sequence[Array]) -> list[Array]:
-        """Returns what an update reads, the stacks being as they are by now."""
-        if not self.old:
-            return list(stacks)
-        pairs = zip(self.old, stacks, strict=False)
-        return [now if old is None else old for old, now in pairs]
 
 
 class InLoop:
@@ -324,9 +303,6 @@ class InLoop:
 
     def __init__(self, changing: Mapping[int, Held]) -> None:
         self.updating: dict[int, Updating] = {k: x.update for k, x in changing.items()}
-
-    def stacks_read(self, stacks: Stacks) -> dict[int, list[Array]]:
-        return {k: updating.read(stacks[k]) for k, updating in self.updating.items()}
 
     def read(self, stacks: Stacks, at: Layer, source: T) -> tuple[LayersRead, Stacks, T]:
         """Returns one layer of what the updates read, on the devices.
@@ -337,8 +313,8 @@ class InLoop:
         if source and any(_compat.is_on_host(param) for param, *_ in stacks.values()):
             source, stacks = lax.optimization_barrier((source, stacks))
         layers = {
-            k: [_compat.fetched(sliced(stack, at.of(stack))) for stack in read]
-            for k, read in self.stacks_read(stacks).items()
+            k: [_compat.fetched(sliced(stack, at.of(stack))) for stack in stacks[k]]
+            for k in self.updating
         }
         return layers, stacks, source
 
@@ -364,14 +340,10 @@ class InLoop:
         at 25, 1369 at 12.5; each with the gradient of its own weight: 591, 719, 1053.)
         """
         grads, treedef = jax.tree.flatten(left)
-        if not grads or not any(map(_compat.is_on_host, jax.tree.leaves(self.stacks_read(stacks)))):
+        if not grads or not any(map(_compat.is_on_host, jax.tree.leaves(stacks))):
             return layers, left
-        # An old parameter that is kept leaves while the old moments arrive.
-        first = {k: int(bool(updating.old)) for k, updating in self.updating.items()}
-        waiting = {k: layers[k][n:] for k, n in first.items()}
-        waiting, grads[-1] = lax.optimization_barrier((waiting, grads[-1]))
-        tied = {k: [*layers[k][:n], *waiting[k]] for k, n in first.items()}
-        return tied, treedef.unflatten(grads)
+        layers, grads[-1] = lax.optimization_barrier((layers, grads[-1]))
+        return layers, treedef.unflatten(grads)
 
 
 def _put(stack: Array, layer: Array, at: Layer) -> Array:

@@ -18,21 +18,18 @@ def stacks_of(
     param: Param, update: LayerUpdate, value: Array, state: Sequence[Array]
 ) -> tuple[Array, ...]:
     """Returns what the loss is differentiated by: the parameter, the state that is updated with it,
-    zeros in place of sums over each layer's gradient, first that of the squares, and stacks for the
-    old state."""
-    count, sums = len(update.stacks) - 1, update.sums
-    zeros = [jnp.zeros(len(value), wide(param.grad_dtype))] * (1 + len(sums))
-    state = list(map(as_float, state))
-    return value, *state[:count], *zeros, *state[count:]
+    and zeros in place of sums over each layer's gradient, first that of the squares."""
+    zeros = [jnp.zeros(len(value), wide(param.grad_dtype))] * (1 + len(update.sums))
+    return value, *map(as_float, state), *zeros
 
 
 def taken_apart(
     update: LayerUpdate, stacks: Sequence[Array]
 ) -> tuple[list[Array], Array, list[Array]]:
     """Returns the new ones of these stacks, the sum of squares and the other sums."""
-    count, sums = len(update.stacks), len(update.sums)
-    squares, *others = map(jnp.sum, stacks[count : count + 1 + sums])
-    return [*stacks[:count], *stacks[count + 1 + sums :]], squares, others
+    count = len(update.stacks)
+    squares, *others = map(jnp.sum, stacks[count:])
+    return list(stacks[:count]), squares, others
 
 
 def updated_input(
@@ -40,14 +37,13 @@ def updated_input(
     update: LayerUpdate,
     stacks: PyTree,
     given: Sequence[Array],
-    old: Sequence[Array | None],
     remaining: float,
     reached: set[str],
 ) -> Held:
     """Returns the parameter as the engine takes it.
 
     Its update reads `given`, multiplies the gradient by `remaining`, and notes in `reached` that
-    backward came to it. See `Updating` for `old`.
+    backward came to it.
     """
     leaf = param.leaf
 
@@ -60,16 +56,14 @@ def updated_input(
         summed, grad = grad, lax.optimization_barrier(grad)
         with jax.named_scope("optimizer"):
             others = [_own_part(param, rest), *others]
-        kept = [layer for was, layer in zip(old, others, strict=False) if was is None]
         sums = update.added(summed, others, given)
         new, *others = update.apply(grad, others, given)
         if leaf.rest.on_device != leaf.update:  # it rests whole
             cut = leaf.cut(Route(leaf.update.axes), dtype=param.compute_dtype)
             new = _travel.gathered(new, cut)
-        return [new, *others, squares[None], *(each[None] for each in sums), *kept]
+        return [new, *others, squares[None], *(each[None] for each in sums)]
 
-    read = (*old, *[None] * (1 + len(update.sums))) if old else ()
-    return Held(param.unread, stacks[0], stacks[1:], Updating(tuple(given), apply, read))
+    return Held(param.unread, stacks[0], stacks[1:], Updating(tuple(given), apply))
 
 
 def _own_part(param: Param, layer: Array) -> Array:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec
+from typing import NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jax.extend.core import Jaxpr
 from zerojax import _axis_types, _compat
 from zerojax._declared import takes
 from zerojax._features.in_backward import InBackward, NoGradientError
-from zerojax._features.speculate import Passes, stays
 from zerojax._jaxprs import is_var, reads, type_of
 from zerojax._loss import (
     arguments as _arguments,
@@ -133,13 +132,11 @@ def loss_and_grads(
     program = _program(loss_fn, plan, options, params, args, roles, backward)
     leaves, updates = backward.state if backward else (), list(program.updates.values())
     state = [
-        ([leaves[at] for at in update.stacks[1:]], [leaves[at] for at in update.given], [])
+        ([leaves[at] for at in update.stacks[1:]], [leaves[at] for at in update.given])
         for update in updates
     ]
-    sharded: Callable[..., tuple[Any, ...]] = program.on_all_devices()
+    sharded = program.on_all_devices()
     like = functools.partial(plan._like_params, shapes=shapes)
-    if program.guess is not None and backward is not None:
-        sharded = Passes(sharded, backward, updates)
 
     def run(*inputs: PyTree) -> Results:
         results = Results._make(sharded(*inputs))
@@ -162,7 +159,6 @@ def loss_and_grads(
     for update, stacks, totals in zip(updates, results.new, results.sums, strict=True):
         done.update(zip(update.stacks, stacks, strict=True))
         known.update(zip(update.sums, totals, strict=True))
-    kept = frozenset(at for at in done if program.guess and stays(plan.leaves[at]))
     aux, more = results.aux
     return Graded(
         results.loss,
@@ -172,7 +168,7 @@ def loss_and_grads(
         norms=list(map(jnp.sqrt, results.squares)),
         normed={at for k in program.normed for at in program.loss.feed.stacks[k]},
         sums=known,
-        notes=Notes(program.loss.notes, kept, program.rounds),
+        notes=Notes(program.loss.notes, program.rounds),
         metrics=dict(zip(program.loss.metrics, more, strict=True)),
     )
 

@@ -37,7 +37,6 @@ from zerojax._step.compiled import (
     read,
     short,
 )
-from zerojax._step.donated import PartlyDonated
 from zerojax._step.step_options import Notes, Recipe, may_update_in_backward
 from zerojax._types import PyTree, kinds_of
 
@@ -206,22 +205,11 @@ class Step:
             options = self._chosen_options(plan, trace)
             options |= dict(self.recipe.options.schedule.compiler_options or {})
             jitted = self._make_jit(compiler_options=options) if options else self._without_options
-            if plan is not None and (kept := self._kept_for(plan, trace)):
-                jitted = PartlyDonated(self._function, kept, options or None)
             self._by_plan[plan] = jitted, options
         jitted, _ = self._by_plan[plan]
         # Looking for tracers takes time at each step; on CPUs both functions are one.
         kinds = kinds_of((args, named)) if jitted is not self._without_options else ()
         return self._without_options if any(issubclass(x, Tracer) for x in kinds) else jitted
-
-    def _kept_for(self, plan: Plan, trace: Callable[[], ClosedJaxpr]) -> frozenset[int]:
-        """Returns which leaves of a state the step must not donate."""
-        how = self.recipe.options
-        in_backward = how.differentiates and how.schedule.update == "backward"
-        if not (self._donates and in_backward and plan._offloads):
-            return frozenset()
-        trace()
-        return self.notes.get(plan, Notes()).kept
 
     def _options_for(self, *args: PyTree, **named: PyTree) -> _xla_options.XlaOptions:
         """Returns the XLA options that the step is compiled with for these arguments."""

@@ -16,7 +16,6 @@ from zerojax import _compat
 from zerojax._features import activations as _activations, updating as _updating
 from zerojax._features.host_state import are_found
 from zerojax._features.in_backward import InBackward, InLoop, LayerUpdate, NoGradientError
-from zerojax._features.speculate import stays
 from zerojax._fence import LOOPS, in_order
 from zerojax._jaxprs import type_of
 from zerojax._kernel.device import DeviceLoss, Param, exact_share
@@ -29,7 +28,6 @@ from zerojax._plan.precision import Precision
 from zerojax._step.parameter import as_of, step_param
 from zerojax._step.step_options import LossOptions, how_on
 from zerojax._types import PyTree, wide
-from zerojax._update.guess import Guess
 from zerojax._warn import warn
 
 Grads: TypeAlias = Sequence[Any]  # arrays, JAX's own zeros of keys, None
@@ -72,7 +70,6 @@ class Program:
         self.rounds = 1 if loss.layered else options.accumulate
         self.device = self.holding(())
         self.updates: dict[int, LayerUpdate] = {}  # what backward updates, by parameter
-        self.guess: Guess | None = None  # if it may run again, because that was wrong
         schedule, others = options.schedule, dict[str, Any]()
         if schedule.activations and not self.device.split.loops:
             note = (
@@ -131,8 +128,6 @@ class Program:
             each = enumerate(p.leaf.path for p in self.params)
             self.updates = {k: updates[path] for k, path in each if path in paths}
         backward.check([*self.updates.values()])
-        if any(update.needed for update in self.updates.values()):
-            self.guess = backward.guess
 
     def on_all_devices(self) -> Callable[..., PyTree]:
         """Returns the program of all devices together."""
@@ -160,24 +155,9 @@ class Program:
     def in_specs(self) -> tuple[list[PyTree], ...]:
         params = [leaf.rest.local for leaf in self.plan.params]
         args = [_batch.spec(role, self.plan._splits) for role in self.microbatches.roles]
-        state = [self.state_specs(update) for update in self.updates.values()]
+        updates = self.updates.values()
+        state = [(self.specs_at(u.stacks[1:]), self.specs_at(u.given)) for u in updates]
         return params, args, [PartitionSpec()] * len(self.traced.closed_over), state
-
-    def state_specs(self, update: LayerUpdate) -> tuple[list[Any], ...]:
-        """Returns how what an update needs rests, as `__call__` takes it."""
-        own, given = self.specs_at(update.stacks[1:]), self.specs_at(update.given)
-        if self.guess is None:
-            return own, given, []
-        guessed = len(self.guess.numbers) if update.needed else 0
-        pairs = zip(update.stacks[1:], own, strict=True)
-        old = [spec if stays(self.plan.leaves[at]) else None for at, spec in pairs]
-        given += [PartitionSpec()] * guessed
-        return [*own, *self.sent_specs(update)], given, [None, *old]
-
-    def sent_specs(self, update: LayerUpdate) -> list[PartitionSpec]:
-        """Returns how the stacks rest that an update sends away before it writes over them."""
-        leaves = [self.plan.leaves[at] for at in update.stacks] if self.guess else []
-        return [leaf.update.local for leaf in leaves if not stays(leaf)]
 
     def out_specs(self) -> Results:
         replicated = PartitionSpec()
@@ -193,7 +173,7 @@ class Program:
         updates = self.updates.values()
         updated = {self.params[k].leaf.path for k in self.updates}
         grads = [None if leaf.path in updated else leaf.update.local for leaf in self.plan.params]
-        new = [(*self.specs_at(u.stacks), *self.sent_specs(u)) for u in updates]
+        new = [tuple(self.specs_at(u.stacks)) for u in updates]
         squares = [replicated] * (len(new) + len(self.normed))
         sums = [[replicated] * len(update.sums) for update in updates]
         return specs(replicated, aux, grads, new, squares, sums)
@@ -205,10 +185,10 @@ class Program:
         values: list[Array],
         args: list[Array],
         closed_over: list[Array],
-        state: list[tuple[list[Array], list[Array], list[Array | None]]],
+        state: list[tuple[list[Array], list[Array]]],
     ) -> Results:
         """`state` has, for each parameter that backward updates, the state that is updated with it,
-        the state that its update only reads, and `Updating.old`."""
+        and the state that its update only reads."""
         device, params = self.device, self.params
         args = self.microbatches.prepared(args, self.plan._splits.rows, self.precision.compute)
         dtypes = self.travel_dtypes
@@ -221,16 +201,16 @@ class Program:
         states, reached = dict(zip(self.updates, state, strict=True)), set[str]()
         varied = [p.varied(value) for p, value in zip(params, values, strict=True)]
         for k, update in self.updates.items():
-            own, *_ = states[k]
+            own, _ = states[k]
             varied[k] = _updating.stacks_of(params[k], update, values[k], own)
 
         def scaled_loss(floats: list[PyTree], loss_args: list[Array]) -> tuple[Array, PyTree]:
             now = device.with_floats(varied, floats)
             inputs = [p.loss_input(*each) for p, *each in zip(params, values, now, strict=True)]
             for k, update in self.updates.items():
-                _, given, old = states[k]
+                _, given = states[k]
                 inputs[k] = _updating.updated_input(
-                    params[k], update, now[k], given, old, remaining, reached
+                    params[k], update, now[k], given, remaining, reached
                 )
             loss, aux = self.run([*inputs, *loss_args, *closed_over, *counts])
             return loss * share, (loss, aux)
@@ -358,11 +338,9 @@ class Program:
         return self.loss.feed.returned(means), new, squares, sums
 
     def as_stored(self, update: LayerUpdate, values: Sequence[Array]) -> tuple[Array, ...]:
-        """Returns the new stacks of an update, and the old ones that it kept, in their dtypes."""
-        own = [self.plan.leaves[at] for at in update.stacks]
-        kept = [leaf for leaf in own if not stays(leaf)][: len(values) - len(own)]
-        pairs = zip(values, [*own, *kept], strict=True)
-        return tuple(as_stored(value, leaf.dtype) for value, leaf in pairs)
+        """Returns the new stacks of an update in their dtypes."""
+        pairs = zip(values, update.stacks, strict=True)
+        return tuple(as_stored(value, self.plan.leaves[at].dtype) for value, at in pairs)
 
 
 @jax.jit  # so that JAX traces it once for all gradients of one shape

@@ -126,10 +126,9 @@ class Schedule(Options):
         "auto",
         """when parameters are updated: "after" backward, or in "backward", layer by layer, so that
         no gradients are kept. The latter takes one microbatch or order="layers", a stack that one
-        `scan` reads, and an optimizer that treats each element by itself (Adam). With a clip by the
-        global norm, it keeps the old state in host memory, and a step that clips runs twice. The
-        step updates all other parameters after backward. "auto": in backward on GPUs, for state in
-        host memory, or where weights are stored whole, but not with a clip.""",
+        `scan` reads, and an optimizer that treats each element by itself (Adam; not clipping by the
+        global norm). The step updates all other parameters after backward. "auto": in backward on
+        GPUs, for state in host memory, or where weights are stored whole.""",
         check=_one_of("update", *WHEN),
         flag={"choices": WHEN},
     )

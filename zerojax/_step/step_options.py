@@ -271,11 +271,9 @@ class Recipe:
 class Notes:
     """What a trace of a step knows beside its arrays, for one plan.
 
-    `layers` says what became of layers in Python loops, and which options are left out. `kept` are
-    the leaves of a state, by position, whose old value the step needs to its end. The step gathers
-    each layer in so many `rounds`.
+    `layers` says what became of layers in Python loops, and which options are left out. The step
+    gathers each layer in so many `rounds`.
     """
 
     layers: tuple[str, ...] = ()
-    kept: frozenset[int] = frozenset()
     rounds: int = 1

@@ -118,6 +118,19 @@ def is_sum(eqn: JaxprEqn) -> bool:
     return out.shape == () and jnp.issubdtype(out.dtype, SUMS[eqn.primitive.name])
 
 
+def sums_of(program: Flat, grads: int, leaves: int) -> list[int]:
+    """Returns the sums at which an update divides: equations, by their positions.
+
+    A sum adds up what follows from gradients, which are the first inputs, from the state, which
+    ends at `leaves`, and from other sums. Layers add up their parts while they are updated, and
+    other leaves may read the result: the norm of all gradients, say, where a state keeps it.
+    """
+    sums = [k for k, eqn in enumerate(program.eqns) if is_sum(eqn)]
+    origins = program.divided(sums).origins(dict(enumerate(program.invars)))
+    inputs = {k: origins.get(program.eqns[k].invars[0], (leaves,)) for k in sums}
+    return [k for k in sums if min(inputs[k]) < grads and max(inputs[k]) < leaves]
+
+
 def flat(jaxpr: Jaxpr, consts: Sequence[ArrayLike] = ()) -> Flat:
     inliner = Inliner()
     eqns = list(inliner.flat(jaxpr.eqns, is_function))

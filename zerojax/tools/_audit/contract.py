@@ -142,7 +142,7 @@ def _reduced(report: Measurement, leaves: Leaves) -> Iterator[str]:
 
 def _synchronous(report: Measurement) -> Iterator[str]:
     # The loop over microbatches has the first gather of each, and nothing runs before that.
-    outer = int(report.accumulate > 1) + int(report.module.guesses)
+    outer = int(report.accumulate > 1)
     for one in _of_kinds(report, "all-gather") if report.backend == "gpu" else ():
         if not one.asynchronous and len(one.loops) > outer and one.wire_bytes > BIG_GATHER:
             yield (

@@ -68,16 +68,14 @@ class MemoryUse:
     donated: Number = None  # arguments whose memory outputs reuse
     on_host: int = 0  # arguments in host memory, which are not counted above
     host_donated: int = 0  # of those, what outputs reuse
-    host_twice: int = 0  # of those, what must stay until its new value is known to be right
     host_temporary: int = 0
     compiled: tuple[int, int] | None = None
 
     @property
     def host_kept(self) -> int:
         """Bytes that wait for backward in host memory: temporary there, and no copy of the
-        state. A step that may run again keeps the old state."""
-        whole = self.host_donated + self.host_twice == self.on_host
-        return self.host_temporary + self.host_twice if whole else 0
+        state."""
+        return self.host_temporary if self.host_donated == self.on_host else 0
 
     @property
     def state(self) -> Number:
@@ -345,9 +343,7 @@ class Reading:
         """Yields the leaves of the state whose memory no output reuses."""
         donated = set(self.module.aliases.values())
         for number, (path, kind) in enumerate(zip(self.paths, self.kinds, strict=True)):
-            leaf = self.leaves.get(path)
-            stays = self.module.guesses and leaf is not None and leaf.is_on_host
-            if kind in STATE_KINDS and number not in donated and not stays:
+            if kind in STATE_KINDS and number not in donated:
                 yield path
 
     def misplaced(self) -> Iterator[tuple[str, str]]:
@@ -398,8 +394,6 @@ class Reading:
             wide = [(max(1, 4 // x.dtype.itemsize), x) for x in self.plan.params]
             sizes = (times * x.bytes_at(x.update.over(()), self.plan.mesh) for times, x in wide)
             gradients = min(gradients, 2 * sum(sizes))
-        on_host = int(sum(one.nbytes - one.device_bytes for one in parameters))
-        host_donated = int(sum(one.nbytes - one.device_bytes for one in reused))
         return MemoryUse(
             parameters=arguments[_state.PARAMS],
             optimizer=arguments[_state.OPT_STATE],
@@ -410,9 +404,8 @@ class Reading:
             activations=temporary - gathered - gradients,
             outputs=int(self.module.roots[self.module.entry].device_bytes - donated),
             donated=int(donated),
-            on_host=on_host,
-            host_donated=host_donated,
-            host_twice=(on_host - host_donated) * self.module.guesses,
+            on_host=int(sum(one.nbytes - one.device_bytes for one in parameters)),
+            host_donated=int(sum(one.nbytes - one.device_bytes for one in reused)),
             host_temporary=stats.host_temp_size_in_bytes if stats else 0,
         )
 

@@ -223,8 +223,7 @@ class Report(Printed, Measurement):
         if by_loss := [f"{what} {human_bytes(sent)}" for what, sent in self.loss_totals.items()]:
             lines.append(f"of that, sent by   {', '.join(by_loss)}")
         if memory.on_host or memory.host_kept:
-            until = "a second pass" if self.module.guesses else "backward"
-            kept = f", {human_bytes(memory.host_kept)} kept for {until}" * bool(memory.host_kept)
+            kept = f", {human_bytes(memory.host_kept)} kept for backward" * bool(memory.host_kept)
             ways = [f"{human_bytes(self.host_bytes(way))} {way}" for way in (TO_DEVICE, TO_HOST)]
             lines.append(
                 f"host memory        {human_bytes(memory.on_host)} of each device's state{kept}; "

@@ -21,8 +21,7 @@ _HOST_LAYOUT = "S(5)"  # in a layout: XLA's number for the memory of the host
 _ON_CHIP = re.compile(r"T\(.*S\([124]\)|^\{:S\(2\)\}")
 _TILES = re.compile(r"\{[\d,]*:T\(\d")
 _ASYNC_START = 'custom_call_target="AsyncCollectiveStart"'
-# Scopes of `_features/speculate.py` and `_passes/rooms.py`.
-_RARE_LOOP = re.compile(r"\b(guessed|restored|left_over)/while$")
+_RARE_LOOP = re.compile(r"\bleft_over/while$")  # in a scope of `_passes/rooms.py`
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|branch_computations|called_computations|"
@@ -312,19 +311,13 @@ class Module:
             self.roots[computation] = one
         return _unknown(one)
 
-    @functools.cached_property
-    def guesses(self) -> bool:
-        """Whether it is a step that may run a second time, because it guessed."""
-        return bool(re.search(r'guessed/while"', self.text))
-
     def _trip_count(self, loop: Instruction) -> int | None:
         """Returns the iterations of a `while`, if they are known.
 
         XLA:TPU does not write them down: its loops count from a constant to another one.
         """
-        # A step that guesses runs once as a rule, and then puts nothing back; rooms suffice.
-        if rare := _RARE_LOOP.search(loop.op_name):
-            return int(rare[1] == "guessed")
+        if _RARE_LOOP.search(loop.op_name):  # as a rule, rooms suffice
+            return 0
         if count := loop.attribute(r'known_trip_count":\{"n":"(\d+)"'):
             return int(count)
         test = self.roots[loop.attribute(r"condition=%?([\w.\-]+)") or loop.body]
