@@ -6,12 +6,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TextIO, TypeVar
+
+from zerojax import _compat
 
 T = TypeVar("T")
 R = TypeVar("R")
 ON_A_TERMINAL, IN_A_LOG = 1.0, 10.0  # seconds that nobody asks about
 WIPE = "\r\x1b[K"
+_TURN = threading.Lock()  # one line at a time
 
 
 def progress(items: Sequence[T], doing: Callable[[T], str], run: Callable[[T], R]) -> list[R]:
@@ -30,31 +33,38 @@ def progress(items: Sequence[T], doing: Callable[[T], str], run: Callable[[T], R
 
 
 @contextlib.contextmanager
-def working(doing: str) -> Iterator[None]:
-    """Says how many seconds some work has taken, if it takes long. A line on a terminal counts
-    them, and is wiped. A log gets a line after 10 seconds, after 20, after 40. Notebooks and tests
-    replace stderr, to show it or to judge it: they get none."""
-    if sys.stderr is None or sys.stderr is not sys.__stderr__:
+def working(doing: str, in_lines: bool = False) -> Iterator[None]:
+    """Says how many seconds some work has taken, if it takes long, in process 0. A line on a
+    terminal counts them, and is wiped. A log gets a line after 10 seconds, after 30, after 90, and
+    one at the end. Notebooks and tests replace stderr, to show it or to judge it: they get none.
+
+    What is not asked for, such as a step's compilation, is said in lines, also in notebooks.
+    """
+    out, is_own, done = sys.stderr, sys.stderr is sys.__stderr__, threading.Event()
+    is_silent = _compat.run_of_processes().process_id > 0 or not (is_own or in_lines)
+    # So is work inside other work.
+    if out is None or is_silent or not _TURN.acquire(blocking=False):
         yield
         return
-    done = threading.Event()
-    stderr = os.dup(2)  # the compiler's goes elsewhere meanwhile
-    say = (doing, stderr, sys.stderr.isatty(), done)
-    sayer = threading.Thread(target=_say, args=say, daemon=True)
-    sayer.start()
-    try:
-        yield
-    finally:
-        done.set()
-        sayer.join()
-        os.close(stderr)
+    counts = not in_lines and out.isatty()
+    # The compiler's stderr goes elsewhere meanwhile.
+    with open(os.dup(2), "w") if is_own else contextlib.nullcontext(out) as out:
+        sayer = threading.Thread(target=_say, args=(doing, out, counts, done), daemon=True)
+        sayer.start()
+        try:
+            yield
+        finally:
+            done.set()
+            sayer.join()
+            _TURN.release()
 
 
-def _say(doing: str, out: int, is_terminal: bool, done: threading.Event) -> None:
+def _say(doing: str, out: TextIO, counts: bool, done: threading.Event) -> None:
     started, passed = time.monotonic(), 0.0
-    while not done.wait(ON_A_TERMINAL if is_terminal else max(passed, IN_A_LOG)):
+    while not done.wait(ON_A_TERMINAL if counts else max(2 * passed, IN_A_LOG)):
         passed = time.monotonic() - started
         line = f"{doing} ... {passed:.0f} s"
-        os.write(out, (f"{WIPE}{line}" if is_terminal else f"zerojax: {line}\n").encode())
-    if passed and is_terminal:
-        os.write(out, WIPE.encode())
+        print(f"{WIPE}{line}" if counts else f"zerojax: {line}\n", end="", file=out, flush=True)
+    if passed:
+        line = f"zerojax: {doing} ... done in {time.monotonic() - started:.0f} s\n"
+        print(WIPE if counts else line, end="", file=out, flush=True)

@@ -1,15 +1,27 @@
 """What takes long is said: in a line that is wiped on a terminal, in few lines in a log."""
 
 import os
+import re
 import sys
+import threading
 import time
+import types
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 
+import zerojax
+from tests.conftest import make_mesh
 from tests.verify.steps import verified
 from zerojax import _progress
+from zerojax._step import jitted
 
 WIPE = "\r\x1b[K"
+Run = types.SimpleNamespace
 
 
 @pytest.fixture
@@ -50,8 +62,9 @@ def test_on_a_terminal_a_line_counts_and_is_wiped(said):
 
 
 def test_a_log_gets_fewer_lines_the_longer_it_takes(said):
-    lines = said(lambda: going_through("a", 0.25)).splitlines()  # after 0.02, 0.04, 0.08, 0.16 s
-    assert lines == ["zerojax: doing a ... 0 s"] * len(lines) and 2 <= len(lines) <= 4
+    *lines, last = said(lambda: going_through("a", 0.25)).splitlines()  # after 0.02, 0.06, 0.18 s
+    assert lines == ["zerojax: doing a ... 0 s"] * len(lines) and 2 <= len(lines) <= 3
+    assert re.fullmatch(r"zerojax: doing a \.\.\. done in \d s", last)
 
 
 def test_what_is_quick_needs_no_line(said, monkeypatch):
@@ -89,7 +102,8 @@ def test_an_error_ends_the_line(said):
             failed.append(error)
         time.sleep(0.1)
 
-    assert said(failing, is_terminal=True) == "" and failed
+    text = said(failing, is_terminal=True)  # a loaded machine may begin a line
+    assert failed and (text.endswith(WIPE) or not text)
 
 
 def test_a_notebook_that_replaced_stderr_gets_none(capfd, monkeypatch):
@@ -97,3 +111,66 @@ def test_a_notebook_that_replaced_stderr_gets_none(capfd, monkeypatch):
         monkeypatch.setattr(sys, "stderr", replaced)
         going_through("a", 0.05)
     assert capfd.readouterr().err == ""
+
+
+def stepped(monkeypatch, loss_fn, seconds=0.1):
+    """A step whose first call compiles for so long; its second call does not."""
+    mesh, at_rest = make_mesh(2), jitted.at_rest
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 4))}, tx=optax.sgd(1e-2))
+    state = zerojax.shard_train_state(state, stage=3, mesh=mesh)
+    wait = lambda *args: time.sleep(seconds) or at_rest(*args)
+    monkeypatch.setattr(jitted, "at_rest", wait)
+    step, batch = zerojax.train_step(loss_fn), np.ones((4, 8), np.float32)
+    state, _ = step(state, batch)
+    before = threading.active_count()
+    step(state, batch)
+    assert threading.active_count() == before
+    return step
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+@pytest.mark.parametrize("folder", ["", "programs"])
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_step_that_compiles_long_says_so_once(capsys, monkeypatch, tmp_path, process, folder):
+    """In process 0, and in notebooks, which replace stderr as tests do."""
+    monkeypatch.setattr(_progress, "IN_A_LOG", 0.02)
+    monkeypatch.setattr(_progress._compat, "run_of_processes", lambda: Run(process_id=process))
+    config = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", folder and str(tmp_path / folder))
+    threads = threading.enumerate()
+    try:
+        stepped(monkeypatch, loss_fn)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", config)
+    assert threading.enumerate() == threads
+    keep = "" if folder else "; JAX_COMPILATION_CACHE_DIR=... keeps the result"
+    what = rf"zerojax: XLA compiles the step \(loss_fn\) at stage 3{keep} \.\.\. "
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("done in" in line for line in lines) == (process == 0)
+    for line, ends in zip(lines[-2:], (r"\d+ s", r"done in \d+ s"), strict=process == 0):
+        assert re.fullmatch(what + ends, line), line
+
+
+def test_a_short_compilation_and_one_that_fails(capsys, monkeypatch):
+    monkeypatch.setattr(_progress, "IN_A_LOG", 60)
+    threads, step = threading.enumerate(), stepped(monkeypatch, loss_fn)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(_progress, "IN_A_LOG", 0.02)
+
+    def fails(*_):
+        time.sleep(0.1)
+        raise RuntimeError("of XLA")
+
+    monkeypatch.setattr(jitted._compat, "compiled_anew", fails)
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 4))}, tx=optax.sgd(1e-2))
+    state = zerojax.shard_train_state(state, stage=3, mesh=make_mesh(2))
+    with pytest.raises(RuntimeError, match="of XLA"):
+        step.compile(state, np.ones((4, 8), np.float32))
+    assert "XLA compiles the step (loss_fn) at stage 3" in capsys.readouterr().err
+    assert threading.enumerate() == threads
+    with _progress.working("more", in_lines=True):  # its turn is over
+        time.sleep(0.1)
+    assert "zerojax: more ... done in " in capsys.readouterr().err

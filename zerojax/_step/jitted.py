@@ -103,7 +103,11 @@ class Step:
         self._without_options: Jitted = self._make_jit()
         self._by_plan: dict[Plan | None, tuple[Jitted, _xla_options.XlaOptions]] = {}
         self._checked: set[Plan] = set()
-        self._agreed: dict[tuple[Plan, str], _agreement.Known | None] = {}
+        # By plan, in several processes also by kind of batch, what it was called with before.
+        self._agreed: dict[object, _agreement.Known | None] = {}
+        loss = getattr(recipe.loss_fn, "__name__", "")
+        self._call = "the step" if recipe.options.differentiates else "eval_step"
+        self._name = f" ({loss})" * loss.isidentifier()
 
     def __repr__(self) -> str:
         """Says what has become of layers in Python loops, by each plan that the step has seen."""
@@ -123,11 +127,11 @@ class Step:
             if self._donates:
                 _refusals.check_distinct(leaves, state)
             if plan is not None:
-                self._agree(jitted, plan, leaves, args, named)
                 # A copy, because the user may change the batch while the step runs.
                 own = functools.partial(_move.own, devices=plan.mesh.devices.flat)
                 others = own(others)
                 named = {name: x if name == "state" else own(x) for name, x in named.items()}
+                jitted = self._agree(jitted, plan, leaves, (*args[:1], *others), named)
             return at_rest(jitted(*args[:1], *others, **named), plan)
 
     def compile(self, *args: PyTree) -> CompiledStep:
@@ -135,7 +139,7 @@ class Step:
         with _arguments.explained(args, {}, self.recipe.options.plan):
             lowered, plan, facts, known = self._lowered(args)
             compiled = _compat.compiled_anew if _on_cpus(plan) else jax.stages.Lowered.compile
-            with working("compiling the step"):
+            with working(self._compiling(plan), in_lines=True):
                 step = CompiledStep(compiled(lowered), plan, facts, known)
             _meet_compiled(plan)
         return self._checked_too(step, args)
@@ -262,40 +266,51 @@ class Step:
         state: Sequence[PyTree],
         args: Sequence[PyTree],
         named: dict[str, PyTree],
-    ) -> None:
-        """Raises where several processes run different steps.
+    ) -> Jitted:
+        """Raises where several processes run different steps. Returns `jitted`, which at first says
+        that XLA compiles it.
 
         Processes that run different programs wait for each other in a collective forever.
         """
-        if not plan.mesh.is_multi_process:
-            return
+        is_alone = not plan.mesh.is_multi_process
+        if is_alone and plan in self._agreed:
+            return jitted
         arguments = {**dict(zip(("batch", "rng"), args[1:], strict=False)), **named, "state": None}
         # Inside another `jax.jit` there are no values, and the program is the outer one's.
-        kinds = {*map(type, state), *kinds_of(arguments)}
-        if any(issubclass(kind, Tracer) for kind in kinds):
-            return
+        leaves, tree = jax.tree.flatten(arguments)
+        if any(issubclass(kind, Tracer) for kind in {*map(type, state), *map(type, leaves)}):
+            return jitted
+        if is_alone:
+            self._agreed[plan] = None
+            return working(self._compiling(plan), in_lines=True)(jitted)
         plan._compare_new(state)
-        shapes = _fingerprint.of_shapes(arguments)
-        if (plan, shapes) in self._agreed:
-            if known := self._agreed[plan, shapes]:
+        key = plan, tree, *((getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves)
+        if key in self._agreed:
+            if known := self._agreed[key]:
                 known()
-            return
+            return jitted
 
         def items() -> dict[str, str]:
             batch = jax.tree_util.tree_leaves_with_path(arguments)
             named_leaves = ((p[0].key + jax.tree_util.keystr(p[1:]), leaf) for p, leaf in batch)
             program = _fingerprint.of_program(jitted.trace(*args, **named).jaxpr)
-            return self._facts(plan, shapes, program) | _fingerprint.of_values(named_leaves)
+            facts = self._facts(plan, _fingerprint.of_shapes(arguments), program)
+            return facts | _fingerprint.of_values(named_leaves)
 
-        call = "the step" if self.recipe.options.differentiates else "eval_step"
-        name = getattr(self.recipe.loss_fn, "__name__", "")
-        name = f" ({name})" * name.isidentifier()
-        self._agreed[plan, shapes] = _agreement.agree(
-            call, items, plan.mesh, remedy=OWN_ROWS, name=name
-        )
+        known = _agreement.agree(self._call, items, plan.mesh, OWN_ROWS, name=self._name)
+        self._agreed[key] = known
+        compiling = self._compiling(plan)
         if _on_cpus(plan):
-            jitted.lower(*args, **named).compile()
+            with working(compiling, in_lines=True):
+                jitted.lower(*args, **named).compile()
             _meet_compiled(plan)
+        return working(compiling, in_lines=True)(jitted)
+
+    def _compiling(self, plan: Plan) -> str:
+        """Says what XLA compiles."""
+        kept = jax.config.jax_compilation_cache_dir
+        keep = "" if kept else "; JAX_COMPILATION_CACHE_DIR=... keeps the result"
+        return f"XLA compiles {self._call}{self._name} at stage {plan.stage}{keep}"
 
 
 def _on_cpus(plan: Plan) -> bool:
