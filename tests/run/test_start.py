@@ -1,5 +1,7 @@
 """How processes start: by what is around them, alone, and two that train, save and restore."""
 
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import safetensors.numpy
 import zerojax
 from tests.conftest import make_mesh
 from tests.support import worker
-from tests.support.processes import check_written_together, completed, python
+from tests.support.processes import check_written_together, completed, output, python
 from tests.support.reference import assert_close
 from zerojax._run import processes
 
@@ -105,6 +107,35 @@ def test_the_variables_of_jax_join_too(monkeypatch):
     zerojax.initialize()
     numbers = {"num_processes": 16, "process_id": 9, "heartbeat_timeout_seconds": 100}
     assert joined == [numbers], "JAX reads the address"
+
+
+OWN_FOLDERS = """
+import os, sys, warnings
+os.environ["JAX_COMPILATION_CACHE_DIR"] = sys.argv[1] + os.environ["RANK"] * int(sys.argv[2])
+import jax, zerojax
+with warnings.catch_warnings(record=True) as said:
+    zerojax.initialize()
+print("said", *(str(each.message) for each in said))
+print("keeps", jax.config.jax_compilation_cache_dir)
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_processes_keep_programs_where_all_see_them(tmp_path, is_shared):
+    """In a folder of its own, process 1 would compile, and on GPUs wait for process 0."""
+    (tmp_path / "program.py").write_text(OWN_FOLDERS)
+    flags = "-m", "zerojax", "launch", "--cpu", "-n", 2, tmp_path / "program.py"
+    out, _ = output(sys.executable, *flags, tmp_path / "kept", int(not is_shared))
+    folder = f"{tmp_path}/kept"
+    lines = sorted(line for line in out.splitlines() if line[4:8] in ("said", "keep"))
+    kept, own = [[line for line in lines if word in line] for word in ("keeps", "said")]
+    wanted = folder if is_shared else None
+    assert kept == [f"[{n}] keeps {wanted}" for n in range(2)]
+    text = f"[0] said compiled programs are not kept: process 0 writes them to {folder}0, which"
+    assert own[0].startswith("[0] said" if is_shared else text) and own[1].strip() == "[1] said"
+    assert (own[0].strip() == "[0] said") == is_shared
+    assert not [*tmp_path.glob("kept*/*.run")]
 
 
 def test_options_of_mtls_reach_jax_or_are_refused(monkeypatch):

@@ -321,7 +321,8 @@ def shard_train_state(state_or_fn: PyTree, options: StateOptions) -> PyTree:
         (64, 16) (8, 16)
     """
     _refusals.check_alive(state_or_fn)
-    _programs.keep()
+    if jax.process_count() == 1:
+        _programs.keep()
     return plan(state_or_fn, **vars(options)).place(state_or_fn)
 
 

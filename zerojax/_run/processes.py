@@ -94,7 +94,7 @@ def initialize(
             raise
     count = jax.process_count()
     _end_together()
-    _programs.keep()
+    _programs.keep_together()
     _check_devices(os.environ.get(OF_CPUS))
     log(f"zerojax: {count} process{'es' * (count > 1)}, {jax.device_count()} devices")
     return count

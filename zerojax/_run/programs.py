@@ -1,9 +1,16 @@
 """JAX's cache of compiled programs, in a folder of the user's.
 
-Of several processes, JAX has only the first one write. On CPUs only that one reads, too: JAX's keys
-have the topology in them, which XLA writes otherwise in each process there.
+[Note: whose programs several processes load]
+Of several processes, JAX has only process 0 write. On GPUs all load what it wrote: JAX's keys are
+the same in all. On CPUs only process 0 does: the keys have XLA's topology in them, which there has
+the devices of one process.
+
+In a folder of its own, another process has nothing to load. On GPUs it would hang: XLA tunes the
+matmuls of a program in all processes together, and one that compiles waits a day for the results of
+process 0, which has loaded the program and tunes nothing. So `keep_together` has all load or none.
 """
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -12,6 +19,8 @@ import sys
 
 import jax
 
+from zerojax import _compat
+from zerojax._run import agreement as _agreement
 from zerojax._warn import warn
 
 VARIABLE = "ZEROJAX_CACHE"  # names another folder, or none
@@ -78,3 +87,29 @@ def keep() -> None:
             f"{VARIABLE}=... names another folder than {caches}, {VARIABLE}= none.",
             file=sys.stderr,
         )
+
+
+def keep_together() -> None:
+    """Has JAX keep what several processes compile, where all see the folder. Warns where not."""
+    keep()
+    run, path = _compat.run_of_processes(), jax.config.jax_compilation_cache_dir or ""
+    if run.num_processes == 1:
+        return
+    mark = pathlib.Path(path, f"{run.coordinator_address}.run".replace(":", "-"))
+    if run.process_id == 0 and path and "://" not in path:
+        with contextlib.suppress(OSError):  # JAX warns where it cannot write
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.write_text(os.urandom(8).hex())
+    together = functools.partial(_agreement.agree, "the cache of programs", ordered=False)
+    together(dict)  # process 0 has written
+    try:
+        together(lambda: {"the mark": mark.read_text() if mark.exists() else path})
+    except ValueError:
+        jax.config.update("jax_compilation_cache_dir", None)
+        if run.process_id == 0:
+            warn(
+                f"compiled programs are not kept: process 0 writes them to {path}, which another "
+                f"process does not see. {VARIABLE}=... names a folder that all hosts share."
+            )
+    if run.process_id == 0:
+        mark.unlink(missing_ok=True)
