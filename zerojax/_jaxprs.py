@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
@@ -91,6 +91,40 @@ def is_function(eqn: JaxprEqn) -> bool:
     """Whether an equation only runs a jaxpr, with whatever derivative."""
     has_rule = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
     return is_call(eqn) or is_checkpoint(eqn) or has_rule
+
+
+def source(value: object) -> object:
+    """Returns the value that a tracer has, where calls, scans and branches return it as it came."""
+    while (made := _made_by(value)) and (at := _operand_of(*made)) is not None:
+        value = made[0].invars[at]
+    return value
+
+
+def _made_by(value: Any) -> tuple[JaxprEqn, int] | None:
+    """Returns the equation that a tracer of a jaxpr is a result of, and at which place."""
+    eqn = getattr(value, "parent", None) if isinstance(value, Tracer) else None
+    return eqn and (eqn, eqn.outvars.index(value.val))
+
+
+def _operand_of(eqn: JaxprEqn, at: int) -> int | None:
+    """Returns which operand of a call, a scan or a branch its result `at` is, if any."""
+    if not is_function(eqn) and eqn.primitive.name not in ("scan", "cond"):
+        return None
+    bodies = _compat.inner_jaxprs(eqn)
+    places = {_input_of(body, at) for body in bodies}
+    place = places.pop() if len(places) == 1 else None
+    return None if place is None else place + len(eqn.invars) - len(bodies[0].invars)
+
+
+def _input_of(jaxpr: Jaxpr, at: int) -> int | None:
+    """Returns which input of a jaxpr its output `at` is, if any."""
+    made = {v: (eqn, at) for eqn in jaxpr.eqns for at, v in enumerate(eqn.outvars)}
+    var: Atom | None = jaxpr.outvars[at]
+    while is_var(var) and var in made:
+        eqn, at = made[var]
+        operand = _operand_of(eqn, at)
+        var = None if operand is None else eqn.invars[operand]
+    return jaxpr.invars.index(var) if is_var(var) and var in jaxpr.invars else None
 
 
 class Inliner:

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
 from zerojax import _compat
-from zerojax._jaxprs import Eqn, derivatives, params_of
+from zerojax._jaxprs import Eqn, derivatives, params_of, source
 
 SEEN = ("0.10", "0.11", "0.12")  # versions of JAX of which every reading has been seen to hold
 # Parameters of kernels, of collectives, of `shard_map` and of constraints.
@@ -115,6 +115,17 @@ def _residuals() -> bool:
     return jax.eval_shape(inside, X, X).shape == X.shape
 
 
+def _tracers() -> bool:
+    """In `jax.make_jaxpr`, where losses are traced."""
+    held: list[bool] = []
+
+    def inside(x: Array) -> None:
+        held.extend(source(out) is x for out in jax.checkpoint(lambda x: (x, x * 2))(x))
+
+    jax.make_jaxpr(inside)(X)
+    return held == [True, False]
+
+
 READINGS: dict[str, Callable[[], bool]] = {
     "what jitted functions run": _calls,
     "what a jax.checkpoint runs": _checkpoints,
@@ -126,6 +137,7 @@ READINGS: dict[str, Callable[[], bool]] = {
     "the rules of a custom_vjp": _rules,
     "the mesh that an equation is for": _contexts,
     "what a vjp keeps": _residuals,
+    "what a tracer is the result of": _tracers,
 }
 
 

@@ -33,6 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax import _compat
 from zerojax._axis_types import NO_MESH, seen_as
 from zerojax._declared import Options, checked, option, takes
+from zerojax._jaxprs import source
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.trace import split_aux
 from zerojax._plan import move as _move, planner as _planner, quantize as _quantize
@@ -386,8 +387,15 @@ def _call(
 
 def _left(model: nnx.Module, params: PyTree, before: PyTree) -> PyTree:
     """Returns the variables of a model after its loss; None, which keeps it, for a stream's key."""
-    own = {path for path, _ in nnx.to_flat_state(params)}
-    new = {path: v for path, v in nnx.to_flat_state(nnx.state(model)) if path not in own}
+    own, new = dict(nnx.to_flat_state(params)), dict(nnx.to_flat_state(nnx.state(model)))
+    for path in filter(new.__contains__, own):
+        if source(nnx.as_pure(new.pop(path))) is not own[path]:
+            raise ValueError(
+                f"the loss assigns the parameter {'/'.join(map(str, path))} of the model, and only "
+                "the optimizer of a step changes a nnx.Param. Assign it after the step, or in the "
+                "loss that of a copy, nnx.clone(module). If the optimizer does not update it, make "
+                "it a nnx.BatchStat, which a loss may assign."
+            )
     for path in new.keys() ^ {path for path, _ in nnx.to_flat_state(before)}:
         what = "added" if path in new else "removed"
         raise ValueError(

@@ -259,6 +259,11 @@ def adding(model, x):
     return jnp.mean(model(x))
 
 
+def assigning(model, x):
+    nnx.jit(lambda linear: nnx.update(linear, jax.tree.map(jnp.tanh, nnx.state(linear))))(model)
+    return jnp.mean(model(x))
+
+
 METRICS = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
 X, RNGS = np.ones((16, 16), "f"), nnx.Rngs(0)
 
@@ -272,6 +277,7 @@ X, RNGS = np.ones((16, 16), "f"), nnx.Rngs(0)
         (noisy, ({"x": X, "rngs": RNGS},), r"would not advance there. Pass it after the batch"),
         (adding, (X, X), r"leave it out, step\(model, optimizer, batch\).*several"),
         (adding, (X,), r"added the variable hidden.*Make it with the model"),
+        (assigning, (X,), r"assigns the parameter (bias|kernel) of.*after the step.*BatchStat"),
         (left_split, (X, RNGS), r"another shape. Undo.*restore_rngs\(backups\)"),
     ],
 )
@@ -280,6 +286,30 @@ def test_steps_of_nnx_say_what_they_take(loss, args, remedy):
     with pytest.raises((ValueError, TypeError), match=remedy):
         zerojax.nnx.train_step(loss)(model, optimizer, *args)
     assert not model.kernel[...].is_deleted()
+
+
+class Layers(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+        self.stack = nnx.vmap(lambda key: nnx.Linear(16, 16, rngs=nnx.Rngs(key)))(
+            jax.random.split(jax.random.key(0), 3)
+        )
+
+    def __call__(self, x):
+        norm = nnx.jit(lambda norm, x: norm(x))
+        layer = nnx.remat(lambda x, layer: jnp.tanh(layer(x)))
+        x = nnx.cond(x.sum() > 0, norm, lambda norm, x: norm(x), self.norm, x)
+        return nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.stack)
+
+
+def test_parameters_that_transforms_return_are_not_assigned():
+    model = Layers()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    zerojax.nnx.shard(model, optimizer)
+    step, *args = zerojax.nnx.train_step(lambda model, x: jnp.mean(model(x))).pure(
+        model, optimizer, X
+    )
+    step.trace(*args)
 
 
 def test_streams_that_the_model_holds_are_not_passed_too():
