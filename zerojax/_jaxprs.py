@@ -317,6 +317,11 @@ class Eqn:
         is_reduction = self.eqn.primitive.name.startswith(("reduce_", "arg"))
         return self.eqn.params.get("axes") if is_reduction else None
 
+    @property
+    def takes_refs(self) -> bool:
+        """Whether an operand is a `jax.new_ref`, which the equation may write to."""
+        return any(hasattr(v.aval, "inner_aval") for v in self.eqn.invars)
+
     def parts(self, values: Iterable[T]) -> tuple[list[T], list[T], list[T]]:
         """Splits what there is for each operand of a loop: of a scan, constants, carry and rows; of
         a `while`, constants of its test, those of its body, and carry."""

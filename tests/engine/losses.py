@@ -232,6 +232,19 @@ def frozen_inside(p, batch):
     return end(scan(body, batch["x"], p["a"]))
 
 
+def writes_to_a_ref(p, batch):
+    """All layers of the stack are gathered at once: JAX differentiates this loop itself."""
+    hidden = jax.new_ref(jnp.zeros((LAYERS, *batch["x"].shape)))
+
+    def body(x, layer_and_number):
+        layer, number = layer_and_number
+        hidden[number] = dense(x, layer)
+        return hidden[number], None
+
+    lax.scan(body, batch["x"], (p["a"], jnp.arange(LAYERS)))
+    return end(hidden[...])
+
+
 PROGRAMS = {
     f.__name__: f
     for f in (
@@ -243,6 +256,7 @@ PROGRAMS = {
         layers_that_do_not_all_shard,
         constant_outputs, two_encoders, wider_before_the_scan,
         split_and_flipped, unstacked, frozen_where_used_once, frozen_inside,
+        writes_to_a_ref,
     )
 }  # fmt: skip
 PROGRAMS |= {f"remat_{k}": functools.partial(remat_body, v) for k, v in POLICIES.items()}

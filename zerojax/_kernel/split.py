@@ -237,7 +237,9 @@ class Splitter:
         return Scope(inner, operands, outvars, **Eqn(eqn).options)
 
     def scans_weights(self, eqn: JaxprEqn) -> bool:
-        return any(map(self.is_weights, Eqn(eqn).parts(eqn.invars)[2]))
+        # JAX itself differentiates what a loop writes to a `jax.new_ref`.
+        of = Eqn(eqn)
+        return any(map(self.is_weights, of.parts(eqn.invars)[2])) and not of.takes_refs
 
     def loop(self, eqn: JaxprEqn) -> Loop:
         num_consts, num_carry = map(len, Eqn(eqn).parts(eqn.invars)[:2])

@@ -303,7 +303,7 @@ def _contains_layers(eqn: JaxprEqn, kinds: Sequence[str]) -> bool:
     """Whether an equation is a loop over layers, or has one inside."""
     if eqn.primitive.name == "scan":
         consts, carry, xs = Eqn(eqn).parts(kinds)
-        if WEIGHT in xs:
+        if WEIGHT in xs and not Eqn(eqn).takes_refs:
             return True
         kinds = [*consts, *[MICROBATCH] * len(carry), *xs]
     # Of a `cond`, the operands after its predicate are the inputs of each branch.
