@@ -189,6 +189,16 @@ def with_key(model, batch, rng):
     return jnp.mean(model(batch))
 
 
+class Halving(nnx.Optimizer):
+    def update(self, model, grads, **others):
+        super().update(model, jax.tree.map(lambda grad: grad / 2, grads), **others)
+
+
+def halving():
+    model = linear(nnx.Rngs(0))
+    return model, Halving(model, optax.sgd(0.1), wrt=nnx.Param)
+
+
 SHARD = r"zerojax.nnx.shard\(model, optimizer"
 PURE = r"\(\*step.pure\(model, optimizer, batch\)\)"
 
@@ -206,6 +216,10 @@ PURE = r"\(\*step.pure\(model, optimizer, batch\)\)"
         (
             lambda: zerojax.nnx.shard(make()[0], optax.adam(1e-3)),
             r"not a nnx.Optimizer. Make one: nnx.Optimizer\(model",
+        ),
+        *(
+            (lambda args=args: zerojax.nnx.shard(*args()), r"Halving overrides.*chain\(\.\.\., tx")
+            for args in (halving, lambda: (halving,))
         ),
         *(
             (lambda state=state: zerojax.shard_train_state(state()), rf"{SHARD}, stage=3\)")

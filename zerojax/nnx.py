@@ -81,6 +81,13 @@ def _optimizer(optimizer: object) -> object:
             f"optimizer is a {type(optimizer).__name__}, not a nnx.Optimizer. Make one: "
             "nnx.Optimizer(model, tx, wrt=nnx.Param)."
         )
+    own = {nnx.Optimizer.update, nnx.ModelAndOptimizer.update}
+    if optimizer is not None and type(optimizer).update not in own:
+        raise TypeError(
+            f"a {type(optimizer).__name__} overrides nnx.Optimizer.update, and a step runs only tx "
+            "of an optimizer. Put what it does to gradients into tx, optax.chain(..., tx), and do "
+            "the rest after the step."
+        )
     return optimizer
 
 
@@ -209,6 +216,7 @@ def _pair(make: PyTree) -> tuple[nnx.Module, nnx.Optimizer]:
             f"not only a {type(pair).__name__}. Call zerojax.nnx.shard(model, optimizer), with "
             "optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
         )
+    _optimizer(pair[1])
     return pair
 
 
