@@ -99,7 +99,7 @@ def test_the_benchmark_says_that_there_is_no_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("options", "count", "shown"),
     [
-        ((), 5, "the largest that trains (0.00e9 parameters)"),
+        ((), 6, "the largest that trains (0.00e9 parameters)"),
         (("--host",), 5, "| opt_state, params | "),
         (("--more",), 4, "| 7 bytes a parameter, 0.00e9 parameters | "),
         (("--ways",), 7, "| stage 3, weights travel in int8 | "),

@@ -9,7 +9,9 @@ import zerojax
 
 # Round numbers: 100 TFLOP/s, 1 TB/s of memory, 100 GB/s in a host, 10 GB/s of one card, 1 us to
 # start a collective, and no time for its hops.
-RATES = zerojax.tools.Rates(flops=1e14, memory=1e12, link=1e11, network=1e10, latency=1e-6)
+RATES = zerojax.tools.Rates(
+    flops=1e14, memory=1e12, link=1e11, network=1e10, latency=1e-6, launch=0.0
+)
 
 
 def module(entry, before="", devices=16):

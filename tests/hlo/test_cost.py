@@ -26,9 +26,11 @@ STACK, ONE = "f32[8,256,256]{2,1,0}", "f32[256,256]{1,0}"
         ),
     ],
 )
-def test_bytes_touched(instruction, touched):
-    report = audited(module(f"{ARGUMENTS}  ROOT %out = {instruction}\n", SLICE))
-    assert report.replay.compute * RATES.memory == pytest.approx(touched, abs=4)
+def test_bytes_touched_and_a_launch_for_each_kernel(instruction, touched):
+    text = module(f"{ARGUMENTS}  ROOT %out = {instruction}\n", SLICE)
+    assert audited(text).replay.compute * RATES.memory == pytest.approx(touched, abs=4)
+    launched = dataclasses.replace(RATES, launch=1.0)  # longer than all that these do
+    assert audited(text, launched).step_seconds == (1.0 if touched else 0.0)
 
 
 CUBLAS = (

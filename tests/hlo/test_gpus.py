@@ -131,6 +131,7 @@ def test_a_target_config_has_what_xla_has_of_a_v100():
         ("all-gather", 8, 8, 0, 0, 7),
         ("all-to-all", 64, 8, 56 / 63, 1, 0),
         ("all-to-all", 8, 8, 0, 0, 1),
+        ("collective-permute", 64, 8, 1, 1, 0),
     ],
 )
 def test_the_share_of_bytes_that_leaves_a_host_and_the_hops(

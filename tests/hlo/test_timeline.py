@@ -83,7 +83,12 @@ def test_a_loop_whose_gather_outlasts_its_matmul():
 )
 def test_wire_bytes(kind, wire):
     for devices, sent in ((8, wire), (1, 0)):
-        entry = f"\n  %a = f32[25]{{0}} parameter(0)\n  ROOT %out = f32[25]{{0}} {kind}(%a)\n"
+        operands = "%a, %a, %i, %i, %i, %i" if kind.startswith("ragged") else "%a"
+        entry = f"""
+  %a = f32[25]{{0}} parameter(0)
+  %i = s64[8]{{0}} parameter(1)
+  ROOT %out = f32[25]{{0}} {kind}({operands})
+"""
         (one,) = audited(module(entry, devices=devices)).traffic
         assert one.wire_bytes == sent, devices
 

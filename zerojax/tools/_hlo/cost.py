@@ -1,4 +1,5 @@
-"""The modelled time of one GPU instruction: the larger of its arithmetic's and its memory's.
+"""The modelled time of one GPU instruction: the largest of its arithmetic's, its memory's and a
+launch's.
 
 Arithmetic is the FLOPs of matmuls, or of cuDNN's attention, over the FLOP/s that they reach: more
 in float8, fewer in float32. Memory is the bytes touched over the reachable bytes/s. A slice of a
@@ -41,7 +42,8 @@ class CostModel:
         most = self.rates.attention if _is_attention(instruction) else math.inf
         matmuls = self.matmuls(instruction)
         computed = sum(n / min(most, self.rates.of_matmuls(dtype)) for _, dtype, n in matmuls)
-        return max(computed, self.touched(instruction) / self.rates.memory)
+        launched = self.rates.launch if _is_kernel(instruction) else 0.0
+        return max(computed, self.touched(instruction) / self.rates.memory, launched)
 
     # -- arithmetic
 
@@ -82,7 +84,7 @@ class CostModel:
         opcode = instruction.opcode
         if instruction.fuses:
             return self.fusion_bytes(instruction.called[0])
-        if _FREE.fullmatch(opcode):
+        if not _is_kernel(instruction):
             return 0
         if opcode == "dynamic-slice":
             return 2 * instruction.nbytes
@@ -108,6 +110,10 @@ class CostModel:
             users[seen_through[output]].append((0, output))
         reads = sum(_read(one, of) for one, of in users.items() if one.opcode == "parameter")
         return reads + sum(map(_written_by, outputs))
+
+
+def _is_kernel(instruction: Instruction) -> bool:
+    return instruction.fuses or not _FREE.fullmatch(instruction.opcode)
 
 
 def _is_attention(instruction: Instruction) -> bool:

@@ -25,6 +25,9 @@ REACHED_FLOPS_A100 = 0.67  # fitted to published steps: docs/measured.md
 REACHED_ATTENTION = 0.5
 # NVIDIA's Grace benchmarking guide expects 80 to 95% of the data sheet's rate in STREAM.
 REACHED_HOST_MEMORY = 0.8
+# Empty kernels followed one another every 3.0 us on a GB200 (meta-pytorch/tritonbench#1017). The
+# steps measured on an H200 cannot tell: 0.1 to 0.5% of their time are kernels as short as that.
+LAUNCH = 3e-6
 
 # The CUDA context, NCCL's buffers and fragmentation take the rest.
 USABLE_MEMORY = 0.92
@@ -51,7 +54,8 @@ class Rates:
     `link_hop` more inside a host, or `network_hop` between hosts: with NCCL about 1.5 and 6
     microseconds, which add up in rings over hundreds of GPUs. Data sheets do not give them, so both
     default to 0. `host_memory` serves all GPUs of a host in both directions: where they copy at the
-    same time, each may get less than `host`.
+    same time, each may get less than `host`. The next kernel starts no earlier than `launch` after
+    a kernel, however short that is.
 
     Example:
         >>> slow = zerojax.tools.Rates(flops=600e12, memory=2.6e12, link=350e9, network=12e9)
@@ -77,6 +81,7 @@ class Rates:
     flops8: float = 0.0  # of float8 matmuls; never less than `flops`
     tf32: float = math.inf  # of float32 matmuls by default; never more than `flops`
     fp32: float = math.inf  # of float32 matmuls with precision="highest", and of float64
+    launch: float = LAUNCH
 
     def of_matmuls(self, dtype: str) -> float:
         """Returns the FLOP/s of matmuls with operands of an HLO dtype, such as f8e4m3fn, or
@@ -112,10 +117,14 @@ def network_share(kind: str, group: int, on_host: int) -> float:
     """Returns the share of the bytes that a device sends which leave its host.
 
     NCCL runs a collective in as many rings as a host has network cards. Each ring leaves the host
-    by a card of its own: with 8 GPUs a host, one byte in 8. An all-to-all has no such rings.
+    by a card of its own: with 8 GPUs a host, one byte in 8. An all-to-all has no such rings: NCCL's
+    authors expect the speed of one card of it (NVIDIA/nccl-tests#267). A permute takes as long as
+    its slowest device, which sends everything to another host.
     """
     if on_host >= group:
         return 0.0
+    if kind == "collective-permute":
+        return 1.0
     return 1 / on_host if kind in IN_RINGS else (group - on_host) / (group - 1)
 
 

@@ -238,7 +238,9 @@ class _Player:
             if kind == "all-reduce":  # in one with the slice that is read of its sum
                 kind = _flow.stands_for(self.module, fused, 0, group=self.module.devices)
         if kind:
-            arrays = [array for operand in instruction.operands for array in operand.arrays]
+            # A ragged exchange sends its first operand; the others are its result's room and sizes.
+            sent = instruction.operands[: 1 if kind == "ragged-all-to-all" else None]
+            arrays = [array for operand in sent for array in operand.arrays]
             members, axes = group_of(instruction, self.module.devices)
             size = len(members)
             on_host = sum(m // self.per_host == members[0] // self.per_host for m in members)
