@@ -113,3 +113,28 @@ def test_matmuls_of_eight_bits_are_faster_and_of_float32_slower(dtype, matmul, r
     assert audited(text, rates).step_seconds == pytest.approx(2 * 256**3 / rate)
     same = dataclasses.replace(AT_ONCE, flops=4e12)  # where a user gives no more
     assert audited(text, same).step_seconds == pytest.approx(2 * 256**3 / 4e12)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "rate"),
+    [
+        ("%m", "%scaled", 8e12),  # as XLA writes scales without a GPU
+        ("%scaled", "%scaled", 8e12),
+        ("%scaled", "%product", 4e12),  # of two matrices
+        ("%wide", "%other", 4e12),  # whose other operand has 16 bits
+    ],
+)
+def test_scaled_float8_multiplies_in_eight_bits(left, right, rate):
+    shape = "[256,256]{1,0}"
+    text = module(f"""
+  %m = f8e4m3fn{shape} parameter(0)
+  %other = bf16{shape} parameter(1)
+  %scale = bf16[] parameter(2)
+  %scales = bf16{shape} broadcast(%scale), dimensions={{}}
+  %wide = bf16{shape} convert(%m)
+  %scaled = bf16{shape} multiply(%wide, %scales)
+  %product = bf16{shape} multiply(%wide, %wide)
+  ROOT %out = f32{shape} dot({left}, {right}), lhs_contracting_dims={{1}}
+""")
+    rates = dataclasses.replace(AT_ONCE, flops=4e12, flops8=8e12)
+    assert audited(text, rates).step_seconds == pytest.approx(2 * 256**3 / rate)

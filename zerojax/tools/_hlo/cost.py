@@ -69,7 +69,9 @@ class CostModel:
             flops = _attention_flops(instruction, operands[0].arrays[0].dims[-1])
         else:
             return []
-        dtype = operands[0].arrays[0].dtype
+        eight = [_unscaled(one) for one in operands[:2]]
+        is_eight = all(dtype.startswith("f8") for dtype in eight)
+        dtype = eight[0] if is_eight else operands[0].arrays[0].dtype
         in_full = dtype == "f32" and _NOT_TF32.search(attributes)
         return [(instruction, IN_FULL if in_full else dtype, flops)] if flops else []
 
@@ -110,6 +112,17 @@ class CostModel:
             users[seen_through[output]].append((0, output))
         reads = sum(_read(one, of) for one, of in users.items() if one.opcode == "parameter")
         return reads + sum(map(_written_by, outputs))
+
+
+def _unscaled(operand: Instruction) -> str:
+    """Returns the dtype of an operand under casts and scales: XLA has cuBLAS apply those of float8,
+    but without a GPU, it writes them before the matmul."""
+    while operand.operands:
+        by_scale = operand.opcode == "multiply" and operand.operands[1].opcode == "broadcast"
+        if not by_scale and operand.opcode not in _SEE_THROUGH:
+            break
+        operand = operand.operands[0]
+    return operand.arrays[0].dtype
 
 
 def _is_kernel(instruction: Instruction) -> bool:
