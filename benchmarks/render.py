@@ -278,7 +278,8 @@ def choices() -> str:
 
 SHOWN_PUBLISHED = (
     "MaxText Llama 2 70B, 512 H100",
-    "MaxText Llama 2 7B, 128 H100 of A3",
+    "MaxText Mixtral 8x7B, 256 H200",
+    "MaxText Llama 2 70B in float8, 1024 H100",
     "PAX GPT 5B, 256 H100",
 )
 
