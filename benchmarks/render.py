@@ -100,17 +100,20 @@ def compile_time() -> str:
 
 
 def first_step() -> str:
-    """Renders the times of first steps, as multiples of the replicated one's."""
+    """Renders the times of first and of later steps, as multiples of the replicated ones'."""
     stored = _stored("first_step_cpu.json")
     cells = {(row["program"], row["step"]): row for row in stored["rows"]}
     programs, steps = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
 
     def shown(row):
         low, high = row["range"]
-        return f"{row['time']:.2f} ({low:.2f} to {high:.2f})"
+        later = f"{row['later']:.2f}" if "later" in row else "—"
+        return [f"{row['time']:.2f} ({low:.2f} to {high:.2f})", later]
 
-    rows = [[program, *(shown(cells[program, step]) for step in steps)] for program in programs]
-    return _table(["program", *steps], rows, stored)
+    shown_of = lambda program: (shown(cells[program, step]) for step in steps)
+    rows = [[program, *itertools.chain(*shown_of(program))] for program in programs]
+    header = itertools.chain(*((f"{step}: first", "later") for step in steps))
+    return _table(["program", *header], rows, stored)
 
 
 def step_time(file="step_time_cpu.json") -> str:
