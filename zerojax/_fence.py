@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from zerojax import _compat, _jaxprs
-from zerojax._types import PyTree, is_key
+from zerojax._types import PyTree, is_float, is_key
 
 T = TypeVar("T")
 
@@ -152,8 +152,8 @@ class _Order:
         self.since[self.count] = outs
         if is_loop:
             self.loops, self.since = self.loops + 1, {}
-            recurrent = [outs[at] for _, at in _recurrent(eqn)[:1]]
-            self.done = _either(self.done, mark(recurrent or outs))
+            numbers = [outs[at] for at in _recurrent(eqn)[1:]]
+            self.done = _either(self.done, mark(numbers or outs))
         return [_Sequenced(x, self.loops, since | {self.count}) for x in outs]
 
 
@@ -183,21 +183,20 @@ def _inside(value: PyTree) -> PyTree:
     return jax.make_jaxpr(lambda *inputs: _ordered(jaxpr, consts, inputs))(*avals)
 
 
-def _recurrent(eqn: JaxprEqn) -> list[tuple[int, int]]:
-    """Returns the numbers that each turn of a scan computes from those of the turn before, the
-    smallest first: their places in its operands and in its results. XLA drops others at times."""
+def _recurrent(eqn: JaxprEqn) -> list[int]:
+    """Returns where a scan takes and where it returns the smallest number that each turn computes
+    from that of the turn before; [] if there is none. XLA may drop other values, or know them."""
     if eqn.primitive.name != "scan":
         return []
     body, _ = _compat.inner_jaxpr(eqn)
     read = {v for inner in body.eqns for v in _jaxprs.reads(inner)}
     made = {v for inner in body.eqns for v in inner.outvars}
-    carried = _jaxprs.Eqn(eqn).parts(range(len(eqn.invars)))[1]
-    pairs = [(k, at) for at, k in enumerate(carried)]
-    pairs = [(k, at) for k, at in pairs if body.invars[k] in read and body.outvars[at] in made]
-    types = {k: _jaxprs.type_of(body.invars[k]) for k, _ in pairs}
-    numbers = [each for each in pairs if jnp.issubdtype(types[each[0]].dtype, jnp.inexact)]
-    filled = [each for each in numbers if types[each[0]].size > 0]
-    return sorted(filled, key=lambda each: types[each[0]].size)
+    numbers = list[list[int]]()
+    for at, k in enumerate(_jaxprs.Eqn(eqn).parts(range(len(eqn.invars)))[1]):
+        number, kind = body.invars[k], _jaxprs.type_of(body.invars[k])
+        if is_float(kind) and kind.size and number in read and body.outvars[at] in made:
+            numbers.append([kind.size, k, at])
+    return min(numbers, default=[])[1:]
 
 
 def _waiting(
@@ -213,7 +212,7 @@ def _waiting(
         case "while":
             waiting = _jaxprs.Eqn(eqn).parts(every)[2]
         case "scan":
-            waiting = [k for k, _ in _recurrent(eqn)[:1]] or every
+            waiting = _recurrent(eqn)[:1] or every
     arrays = list(arrays)
     invars = list(eqn.invars)
     other = functools.partial(jnp.full_like, fill_value=done)  # XLA knows the zeros of a carry

@@ -130,7 +130,7 @@ class Program:
 
     def on_all_devices(self) -> Callable[..., PyTree]:
         """Returns the program of all devices together."""
-        code = in_order(self) if self.how.by_data and self.loops else self
+        code = in_order(self) if self.how.by_data and self.may_loop else self
         program = self.device.on_all_devices(code, self.in_specs(), self.out_specs())
 
         def padded(values: list[Array], args: list[Array], *others: PyTree) -> PyTree:
@@ -140,7 +140,7 @@ class Program:
         return padded if splits.blocks > 1 else program
 
     @property
-    def loops(self) -> bool:
+    def may_loop(self) -> bool:
         """Whether collectives may run in a loop."""
         names = {eqn.primitive.name for eqn in _compat.every_eqn(self.loss.jaxpr)}
         return self.rounds > 1 or not names.isdisjoint(LOOPS)

@@ -117,8 +117,9 @@ def _train(
     others = [grad for at, grad in enumerate(grads) if at not in graded.normed]
     metrics = {"loss": loss, "grad_norm": grad_norm(others, norms)}
     finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
-    if not plan.groups.params and mixes_up_collectives(plan.mesh):
-        grads = wait(grads, mark([*metrics.values()]))  # weights are gathered in loops
+    # On CPUs, in order: after the update, loops gather weights that rest whole.
+    if plan.groups.opt_state and not plan.groups.params and mixes_up_collectives(plan.mesh):
+        grads = wait(grads, mark([*metrics.values()]))
     if update is not None and (plan._offloads or done):
         update = dataclasses.replace(update, known=graded.sums)
         values = [*grads, *jax.tree.leaves((state, fields, finite))]
