@@ -174,6 +174,45 @@ def check_line(message, given, **names):
     assert batch.shape[by_columns] == int(found[1]) and mask.sum() == 9
 
 
+COLUMNS = np.ones((32, 64), np.float32)
+WRITTEN = {  # losses of so many rows
+    "reshaped": lambda rows: lambda p, x: loss(p, x.reshape(rows, 8, 8).reshape(rows, 64)),
+    "asserted": lambda rows: lambda p, x: loss(p, x) if len(x) == rows else 1 / 0,
+    "closed over": lambda rows: lambda p, x: loss(p, x + COLUMNS[:rows]),
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN.values(), ids=WRITTEN)
+def test_a_number_of_rows_in_a_loss(written):
+    state = zerojax.shard_train_state(train_state(params(), TX), stage=3)
+    with pytest.raises((TypeError, ZeroDivisionError)) as raised:
+        train_step(written(32), accumulate=2, donate=False)(state, COLUMNS)
+    note, *_ = raised.value.__notes__
+    assert note.startswith("The loss sees 2 of the batch's 32 rows at a time, and runs on all 32")
+    train_step(written(2), accumulate=2, donate=False)(state, COLUMNS)
+    with pytest.raises((TypeError, ZeroDivisionError)) as raised:
+        train_step(written(7))(state, COLUMNS)
+    assert not any("rows at a time" in note for note in getattr(raised.value, "__notes__", ()))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_ordered_print(stage, capsys):
+    def printing(ordered):
+        def of(params, x):
+            jax.debug.print("rows: {}", len(x), ordered=ordered)
+            return loss(params, x)
+
+        return of
+
+    state = zerojax.shard_train_state(train_state(params(), TX), stage=stage)
+    with pytest.raises(ValueError, match=r"(?i)ordered effects") as raised:
+        train_step(printing(True))(state, COLUMNS)
+    assert "Leave ordered=True out of jax.debug.print" in "".join(raised.value.__notes__)
+    train_step(printing(False))(state, COLUMNS)
+    jax.effects_barrier()
+    assert capsys.readouterr().out.count("rows: 4") == 8
+
+
 # -- metrics, codes
 
 

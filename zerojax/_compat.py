@@ -447,6 +447,7 @@ OTHER_DEVICES = "incompatible devices"  # arrays are on other devices than the p
 NOT_COMPILED_FOR = "[Cc]omputation was compiled|pytree it was called|device_put device"
 OTHER_MESH = "should match the mesh passed to shard_map"  # another one is set
 OTHER_AXIS_TYPES = "mesh should be the same across the entire program"  # for a callback
+ORDERED = "ordered effects are not supported"
 OF_MESHES = r"\bmesh\b"
 OF_SHARDINGS = rf"{OF_MESHES}|sharding|PartitionSpec"
 UNBOUND_AXIS = r"unbound axis name: (\w+)"

@@ -93,6 +93,11 @@ def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> 
             "JAX compiles a callback only where all meshes have the same types of axes. Place the "
             "state on a mesh of Auto axes, as zerojax.mesh makes it."
         )
+    if _compat.said(error, _compat.ORDERED):
+        error.add_note(
+            "JAX runs ordered effects on one device only. Leave ordered=True out of "
+            "jax.debug.print and callbacks: each device then calls them for its own rows."
+        )
     if _compat.said(error, _compat.STILL_READ):
         error.add_note(
             "numpy still reads an array of the state: for state in host memory, jax.device_get and "

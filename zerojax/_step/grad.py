@@ -204,12 +204,13 @@ def _program(
             return trace_loss(loss_fn, shapes, has_aux, *over, *names)
 
     ways = splits.ways * options.accumulate
-    traced = trace(ways)
+    _, rows = _batch.counted(args, roles)
+    with _noted_rows(rows, ways, trace):
+        traced = trace(ways)
     _padding.check_closed_over(traced.jaxpr, traced.closed_over)
     _means.check_gradients(traced.jaxpr, plan.mesh, splits.rows)
     if plan.size > 1 and options.differentiates and options.batch_specs is None:
         _warn_of_whole(traced, roles, plan, trace)
-    _, rows = _batch.counted(args, roles)
     per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
     plan = plan._regathering(options.schedule.regather)
     microbatches = _batch.Microbatches(roles, options.accumulate)
@@ -281,6 +282,24 @@ def grad_norm(grads: PyTree, norms: Sequence[Array] = ()) -> Array:
     floats = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.inexact)]
     squares = [*map(sum_of_squares, floats), *map(jnp.square, norms)]
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
+
+
+@contextlib.contextmanager
+def _noted_rows(rows: int, ways: int, trace: Callable[[int], TracedLoss]) -> Iterator[None]:
+    """Adds to an error of a loss that it comes from the number of rows, if it does."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            if ways > 1 and rows:
+                trace(1)
+                error.add_note(
+                    f"The loss sees {rows // ways} of the batch's {rows} rows at a time, and runs "
+                    f"on all {rows}. Write len(x) for a size that comes from {rows}, and pass an "
+                    "array with a row for each example in the batch. If the loss needs more rows "
+                    "at a time, pass a larger batch."
+                )
+        raise
 
 
 @contextlib.contextmanager
