@@ -133,6 +133,7 @@ MASTER = {"param": "bfloat16", "master": "float32", "compute": "bfloat16"}
 @pytest.mark.parametrize(
     ("model", "stage", "precision"),
     [
+        ("odd", 1, {}),
         ("odd", 3, MASTER),
         ("wide", 3, {"moments": "int8", "gather": "int8", "reduce": "int8"}),
     ],

@@ -440,7 +440,7 @@ class Comparison:
         if self.grads is None:
             return iter(())
         limits = _compare.gradient_limits(grads, self.tolerance)
-        rests = [leaf.update.padded(leaf.shape) for leaf in self.reference.plan.params]
+        rests = [leaf.padded_shape for leaf in self.reference.plan.params]
         return _compare.compare_trees("grads", "gradient", self.grads, grads, limits, rests)
 
 
