@@ -277,9 +277,12 @@ class ModelStep:
         self._functional.save(path)
 
     def _unmade(self, make: PyTree, rng: PyTree = None) -> tuple:
-        """Returns the arguments of forecasts: a step, a function that makes a state, and keys."""
+        """Returns the arguments of forecasts: a step, a function that makes a state, the state's
+        shapes, and keys."""
         source = functools.partial(_nnx_state.made_state, make)
-        return self._functional, source, _keys(jax.eval_shape(source), rng)
+        made = functools.partial(state_of, source)
+        shapes = make if isinstance(make, _nnx_state.State) else jax.eval_shape(made)
+        return self._functional, source, shapes, _keys(shapes, rng)
 
     def __call__(
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, rng: PyTree = None

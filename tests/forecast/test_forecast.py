@@ -57,6 +57,26 @@ def test_stages_share_traces(cpus):
     assert calls == {"loss": 3, "state": 2}
 
 
+def test_a_model_of_nnx_is_made_once(cpus):
+    """For all that a forecast asks: whether it is one, its keys, and its shapes."""
+    calls = Counter()
+
+    def loss(model, batch):
+        calls["loss"] += 1
+        return nnx_models.loss_fn(model, batch)
+
+    def make():
+        calls["model"] += 1
+        return nnx_models.make()
+
+    step = zerojax.nnx.train_step(loss)
+    for loss_fn in (step, {"one": loss, "other": loss}):
+        calls.clear()
+        linear(loss_fn, make, nnx_models.BATCH, stages=3)
+        losses = len(loss_fn) if isinstance(loss_fn, dict) else 1
+        assert calls == {"loss": 2 * losses, "model": 1}
+
+
 def test_bytes_are_the_formulas_peaks_the_compilers_and_speed_the_modelled(made):
     """fp32 Adam: 4 of parameter, 8 of moments, 4 of gradient; two counters of 4 bytes."""
     assert [case.stage for case in made.cases] == [0, 2, 3]

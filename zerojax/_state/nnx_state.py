@@ -174,18 +174,22 @@ def made_state(make: PyTree) -> State:
     raise TypeError(f"{mistake}. {ARGUMENTS}")
 
 
-def makes_objects(make: PyTree) -> bool:
-    """Whether a function makes objects of nnx, or a state of some; or a value is some, or a class.
+def abstract_objects(make: PyTree) -> PyTree:
+    """Returns the shapes of the state that a function makes, or whose model and optimizer it makes.
+    Where it makes other objects of nnx, or is one itself or a class, returns it; else None.
 
-    Only shapes are computed. A function that takes arguments is not called.
+    A function that takes arguments is not called.
     """
-    if not _state.is_state_function(make) or isinstance(make, nnx.Pytree | type):
-        return _has_objects(make)
-    if not _refusals.accepts(make, (), {}):
-        return False
-    call, verdicts = functools.partial(called, make), []
-    jax.eval_shape(lambda: verdicts.append(_has_objects(_state.made_by(call))))
-    return verdicts[0]
+    is_value = not _state.is_state_function(make) or isinstance(make, nnx.Pytree | type)
+    if is_value or not _refusals.accepts(make, (), {}):
+        return make if _has_objects(make) else None
+
+    def made() -> State | bool | None:
+        value = state(*value) if is_pair(value := called(make)) else value
+        return value if isinstance(value, State) else _has_objects(value) or None
+
+    shapes = jax.eval_shape(functools.partial(_state.state_of, made))
+    return shapes if shapes is None or isinstance(shapes, State) else make
 
 
 def _has_objects(tree: PyTree) -> bool:

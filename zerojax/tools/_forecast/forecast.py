@@ -273,8 +273,7 @@ def forecast(
 
 def each_once(values: PyTree) -> list[PyTree]:
     """Returns one value or several as a list without duplicates; a string is one value."""
-    several = isinstance(values, Iterable) and not isinstance(values, str)
-    values = [*values] if several else [values]
+    values = [*values] if isinstance(values, Iterable) and not isinstance(values, str) else [values]
     return [one for at, one in enumerate(values) if one not in values[:at]]
 
 
@@ -293,27 +292,28 @@ def is_of_nnx(loss_fn: object) -> bool:
     return hasattr(loss_fn, "_unmade")  # flax.nnx is not imported for those who have none
 
 
-def _in_steps_of_nnx(losses: dict[str, PyTree], make_state: PyTree) -> dict[str, PyTree]:
-    """Returns the losses of a Flax nnx model as steps, and others as they are."""
+def _in_steps_of_nnx(losses: dict[str, PyTree], make_state: PyTree) -> tuple[dict, PyTree]:
+    """Returns the losses of a Flax nnx model as steps, with the shapes of its state; others, and
+    what makes their state, as they are."""
     from zerojax import nnx as _nnx
     from zerojax._state import nnx_state as _nnx_state
 
     step = next((one for one in losses.values() if isinstance(one, Step)), None)
     # No loss is called, unless `make_state` cannot be: then the two may be swapped.
     is_maker = callable(make_state) and _refusals.accepts(make_state, (), {})
-    for one in () if is_maker or step else filter(_nnx_state.makes_objects, losses.values()):
+    for one in () if is_maker or step else filter(_nnx_state.abstract_objects, losses.values()):
         name = getattr(one, "__name__", type(one).__name__)
         raise TypeError(f"the loss comes first, and you passed {name}. {_nnx_state.ARGUMENTS}")
     # A step of pure functions comes with a state.
     of_pure = step is not None and step.recipe.options.mutable == NNX_FIELDS
-    if of_pure or not _nnx_state.makes_objects(make_state):
-        return losses
+    if of_pure or (shapes := _nnx_state.abstract_objects(make_state)) is None:
+        return losses, make_state
     if step:
         raise TypeError(
             "a step of zerojax.train_step trains states, and you passed what makes a Flax nnx "
             f"model. {_nnx_state.ARGUMENTS}"
         )
-    return {name: _nnx.train_step(one) for name, one in losses.items()}
+    return {name: _nnx.train_step(one) for name, one in losses.items()}, shapes
 
 
 def _taken_apart(
@@ -333,11 +333,11 @@ def _taken_apart(
             "make one call for each."
         )
     if "flax.nnx" in sys.modules and not is_of_nnx(loss_fn):
-        losses = _in_steps_of_nnx(losses, make_state)
+        losses, make_state = _in_steps_of_nnx(losses, make_state)
     taken = [one._unmade(make_state, rng) for one in losses.values() if is_of_nnx(one)]
     if taken:
-        losses = {name: step for name, (step, _, _) in zip(losses, taken, strict=True)}
-        _, make_state, rng = taken[0]
+        losses = {name: step for name, (step, *_) in zip(losses, taken, strict=True)}
+        _, _, make_state, rng = taken[0]
     if not any(isinstance(one, Step) for one in losses.values()):
         return losses, make_state, rng, {}
     options = next(iter(losses.values())).recipe.options
@@ -403,8 +403,7 @@ class Workload:
     @functools.cached_property
     def mesh(self) -> Mesh:
         sizes = self.options.sizes(self.gpus)
-        shape, per_host = tuple(sizes.values()), self.options.per_host
-        return aot.mesh(self.gpus, shape, tuple(sizes), per_host=per_host)
+        return aot.mesh(self.gpus, (*sizes.values(),), (*sizes,), per_host=self.options.per_host)
 
     @functools.cached_property
     def share(self) -> int:
@@ -423,8 +422,7 @@ class Workload:
 
     def of_kind(self, kind: type[Options]) -> dict[str, PyTree]:
         """Returns the options that a plan or a step takes."""
-        names = [field.name for field in dataclasses.fields(kind) if field.init]
-        return {name: getattr(self.options, name) for name in names}
+        return {f.name: getattr(self.options, f.name) for f in dataclasses.fields(kind) if f.init}
 
     def plan_at(self, stage: int) -> Plan:
         placed = {"stage": stage, "mesh": self.mesh, "sequence": self.options.split}
@@ -452,9 +450,7 @@ class Workload:
             inputs = self.batch, self.rng, self.options.mutable
             self.flops[variant] = needed_flops(loss, plan, *inputs)
         plan = plan._regathering(schedule.regather)
-        formula = (
-            sum(plan.bytes_per_device().values()) + plan._gradient_bytes() + plan._kept_bytes()
-        )
+        formula = *plan.bytes_per_device().values(), plan._gradient_bytes(), plan._kept_bytes()
         memory, times = report.memory, ("compute", "exposed", "waited", "step")
         sizes = "parameters", "optimizer", "gradients", "peak"
         measured = "pinned", "matmuls", "wide_matmuls", "lacks", "unread"
@@ -470,7 +466,7 @@ class Workload:
             examples=next(leaf.shape[0] for leaf in leaves if leaf.shape),
             tokens=self.options.tokens or next(integers, None),
             activations=total(memory.activations, memory.gathered),
-            formula=formula,
+            formula=sum(formula),
             usable=self.gpu.usable,
             on_host=memory.on_host + memory.host_kept,
             flops=self.flops[variant] / self.mesh.size,

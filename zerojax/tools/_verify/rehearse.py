@@ -29,7 +29,7 @@ from zerojax._plan.roles import SCALES, roles_of
 from zerojax._progress import working
 from zerojax._specs import Axes, axes_size, beyond, names_in
 from zerojax._state import state as _state
-from zerojax._state.state import state_of
+from zerojax._state.state import is_state_function, state_of
 from zerojax._step.step import Step, train_step
 from zerojax._step.step_options import LossOptions
 from zerojax._table import few
@@ -47,15 +47,14 @@ def rehearsal(
     Returns a step, its state and its other arguments, and the checks and notes of the placement.
     """
     if hasattr(step, "pure"):
-        step, source, rng = step._unmade(source, rng)
+        step, source, _, rng = step._unmade(source, rng)
     if not isinstance(step, Step) or not step.recipe.options.differentiates:
         raise TypeError(
             "verify(plan=) takes a step of zerojax.train_step or zerojax.nnx.train_step: it runs "
             f"the step on another mesh, which a {type(step).__name__} of your own may not know."
         )
     options, args = step.recipe.options, (batch,) if rng is None else (batch, rng)
-    is_function = _state.is_state_function(source)
-    shapes = jax.eval_shape(lambda: state_of(source)) if is_function else source
+    shapes = jax.eval_shape(lambda: state_of(source)) if is_state_function(source) else source
     pairs = _counterparts(plan, shapes)
     mesh = _mesh_like(plan, pairs, args, options)
     small = _placed_like(plan, pairs, source, mesh, options.tx)
