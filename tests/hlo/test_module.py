@@ -13,6 +13,7 @@ import zerojax
 from tests.conftest import make_mesh
 from tests.hlo.modules import audited, module
 from tests.support.stored import stored
+from zerojax.tools._hlo.module import Module, arrays_of
 
 
 def sent(array="f32[8]", how="collective-permute", groups="channel_id=1", per_host=8):
@@ -167,6 +168,14 @@ def test_what_is_no_program_is_refused_in_a_line(text):
     with pytest.raises(ValueError, match=message) as caught:
         zerojax.audit(text)
     assert "\n" not in str(caught.value)
+
+
+def test_a_type_is_read_once():
+    """Layers that are alike repeat theirs."""
+    arrays_of.cache_clear()
+    parts = Module(stored(NESTED)).computations.values()
+    types = [one.type for part in parts for one in part.values()]
+    assert arrays_of.cache_info().misses == len({*types}) < len(types) / 5
 
 
 def test_computations_may_stand_in_any_order():

@@ -102,7 +102,7 @@ class Instruction:
     trip_count: int | None = None  # of a `while`, where it is known
 
     @functools.cached_property
-    def arrays(self) -> list[Array]:
+    def arrays(self) -> tuple[Array, ...]:
         """All arrays of its type, with tuples flattened."""
         return arrays_of(self.type)
 
@@ -198,14 +198,15 @@ class Instruction:
         return inputs if starts and len(self.arrays) > inputs else 0
 
 
-def arrays_of(type_text: str) -> list[Array]:
+@functools.cache  # layers that are alike repeat their types
+def arrays_of(type_text: str) -> tuple[Array, ...]:
     """Returns all arrays of a type, with tuples flattened."""
     arrays = []
     for dtype, numbers, layout in _ARRAY.findall(type_text):
         dims = tuple(map(int, re.findall(r"\d+", numbers)))
         on_host, on_chip = _HOST_LAYOUT in layout, bool(_ON_CHIP.search(layout))
         arrays.append(Array(dtype, dims, on_host, on_chip=on_chip))
-    return arrays
+    return tuple(arrays)
 
 
 def arrays_before(index: int, type_text: str) -> int:
