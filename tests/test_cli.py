@@ -1,5 +1,6 @@
 """The command line: what scripts can rely on."""
 
+import gc
 import json
 import math
 import os
@@ -65,6 +66,12 @@ def test_table(run):
 
 
 # -- audit
+
+
+def test_python_seldom_looks_for_garbage(run):
+    gc.set_threshold(2000)
+    run("table", "--params", "7.5e9", "--devices", "64")
+    assert gc.get_threshold()[0] == 100_000
 
 
 def test_audit_of_a_stored_program(run, told):
