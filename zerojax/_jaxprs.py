@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import jax
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray, Tracer
@@ -144,13 +145,13 @@ class Inliner:
         return eqn.replace(invars=[self.named(v) for v in eqn.invars])
 
     def flat(
-        self, eqns: Iterable[JaxprEqn], expands: Callable[[JaxprEqn], bool] = is_call
+        self, eqns: Iterable[JaxprEqn], expands: Callable[[JaxprEqn], JaxprEqn | bool] = is_call
     ) -> Iterator[JaxprEqn]:
         """Yields the equations. Where `expands` holds of a call, its equations replace it, at any
-        depth."""
+        depth, or those of the call that `expands` returns."""
         for eqn in map(self.resolved, eqns):
-            if expands(eqn):
-                yield from self.flat(self.expand(eqn), expands)
+            if call := expands(eqn):
+                yield from self.flat(self.expand(eqn if call is True else call), expands)
             else:
                 yield eqn
 
@@ -359,6 +360,18 @@ def running(eqn: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
     inner, consts = _compat.opened(before := eqn.params[name])
     new = jaxpr if inner is before and not consts else ClosedJaxpr(jaxpr, consts)
     return with_params(eqn, **{name: new})
+
+
+def jitted(jaxpr: Jaxpr, call: JaxprEqn) -> JaxprEqn:
+    """Returns a `jax.jit` of `jaxpr`, on its own variables, with the name and context of a call."""
+    (one,) = jax.make_jaxpr(jax.jit(lax.neg))(0.0).eqns
+    ins, outs = jaxpr.invars, list(filter(is_var, jaxpr.outvars))
+    # What there is for each operand and each result.
+    counts = {"in": len(ins), "donated": len(ins), "out": len(outs)}
+    kinds = {name: name.split("_")[0] for name in one.params}
+    each = {name: one.params[name] * counts[kind] for name, kind in kinds.items() if kind in counts}
+    eqn = with_params(running(one, jaxpr), name=Eqn(call).name, **each)
+    return eqn.replace(invars=[*ins], outvars=outs, effects=jaxpr.effects, ctx=call.ctx)
 
 
 def derivatives(eqn: JaxprEqn) -> list[_compat.OpenJaxpr]:

@@ -83,6 +83,46 @@ def test_layers_that_are_alike_are_derived_once_and_gathered_one_by_one(layer):
     assert compiled.count(" all-gather(") == 2 * 2 * count and " call(" not in compiled
 
 
+def scanning(x, w, dtype="float32"):
+    """Its casts and its sum need only weights, and its loop over time reads one."""
+    w = {name: leaf.astype(dtype).astype("float32") for name, leaf in w.items()}
+    turn = lambda state, _: (jnp.tanh(state @ w["up"]), None)
+    state, _ = lax.scan(turn, x, None, length=3)
+    return dense(x + state * jnp.sum(w["down"]) / DIM, w)
+
+
+def narrow(x, w):
+    return scanning(x, w, "bfloat16")
+
+
+def test_calls_that_repeat_are_derived_once_and_send_and_keep_what_others_do():
+    """Each way there are two functions: the first layer's input has no gradient."""
+    count = 6
+    programs = [lowered(in_a_loop(layer), layers(count)) for layer in (jax.jit(narrow), narrow)]
+    texts = [program.as_text() for program in programs]
+    assert [functions(text, "narrow") for text in texts] == [4, 0]
+    assert calls(texts[0], "narrow") == 2 * count
+    assert [text.count("stablehlo.while") for text in texts] == [4, 2 * count]
+    compiled = [program.compile() for program in programs]
+    sent = [re.findall(r"= (\S+) (all-\w+|reduce-\w+)\(", code.as_text()) for code in compiled]
+    assert sum(kind == "all-gather" for _, kind in sent[0]) == 2 * 2 * count
+    assert sorted(sent[0]) == sorted(sent[1])
+    temporary = [code.memory_analysis().temp_size_in_bytes for code in compiled]
+    assert temporary[0] == temporary[1]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_of_calls_that_repeat_are_those_of_one_device(stage):
+    params, loss = layers(4), jax.jit(in_a_loop(jax.jit(scanning), jax.jit(dense)))
+    plan = planned(params, stage)
+    grads = {"one": zerojax.value_and_grad(loss, plan)}
+    grads["two"] = value_and_grad(loss, plan, accumulate=2)
+    found = each(grads, plan.place({"params": params})["params"], BATCH)
+    wanted = jax.value_and_grad(loss)(params, BATCH)
+    for name, got in found.items():
+        assert_close(got, wanted, 1e-6, what=name)
+
+
 def with_slope(slope):
     tripled = jax.custom_jvp(lambda x: x * 3.0)
     tripled.defjvps(lambda t, out, x: slope * t)

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.extend.core import Effect, JaxprEqn
 from jax.typing import ArrayLike
 
+from zerojax import _compat
 from zerojax._jaxprs import Atom, Eqn, Var, common_path, is_var, reads, type_of, unique
 from zerojax._kernel.travel import Cut, Held
 
@@ -146,7 +147,7 @@ class Split:
         """The gathered matrix that the main part reads last (a head), and vectors after it.
 
         Backward needs them first. There are none if a loop or scope that gathers for itself comes
-        later.
+        later, or a call, which reads all weights of a layer.
         """
         gathered = {var: var for var in self.gathers}
         for eqn in self.prefix:
@@ -156,9 +157,11 @@ class Split:
                 gathered[eqn.outvars[0]] = gathered[source]
         found: list[Var] = []
         for op in reversed(self.main):
-            if gathers(op) or any(type_of(v).ndim > 1 for v in found):
+            weights = [gathered[v] for v in reads_of(op) if v in gathered]
+            is_call = isinstance(op, JaxprEqn) and op.primitive.name in _compat.CALLS
+            if gathers(op) or (is_call and weights) or any(type_of(v).ndim > 1 for v in found):
                 break
-            found += [gathered[v] for v in reads_of(op) if v in gathered]
+            found += weights
         return [var for var in self.gathers if var in found]
 
     @property

@@ -8,6 +8,7 @@ reads the *frontier* from it.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
 import jax.numpy as jnp
@@ -16,13 +17,28 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxprs import Atom, Eqn, Inliner, Keys, Var, alive, is_var, reads, type_of, unique
+from zerojax._jaxprs import (
+    Atom,
+    Eqn,
+    Inliner,
+    Keys,
+    Var,
+    alive,
+    is_call,
+    is_var,
+    jitted,
+    reads,
+    running,
+    type_of,
+    unique,
+)
 from zerojax._kernel.pieces import (
     CONST,
     WEIGHT,
     InputKind,
     Kind,
     Loop,
+    Nested,
     Op,
     Readers,
     Scope,
@@ -50,7 +66,7 @@ def split(
     first); without, the remat gathers for itself if it can. `checkpointed` says that the main part
     will run under `jax.checkpoint`.
     """
-    splitter = Splitter(pull)
+    splitter = Splitter(jaxpr, pull)
     for var, kind in zip(jaxpr.invars, kinds, strict=True):
         splitter.kinds[var] = Shard(var, kind) if isinstance(kind, Cut) else kind
     splitter.inliner.constants.update(zip(jaxpr.constvars, consts, strict=True))
@@ -83,7 +99,7 @@ def split(
 class Splitter:
     """Visits the equations of one jaxpr, and sorts them into prefix and main part."""
 
-    def __init__(self, pull: bool) -> None:
+    def __init__(self, jaxpr: Jaxpr, pull: bool) -> None:
         self.pull = pull
         self.inliner = Inliner()
         self.kinds: dict[Var, Kind] = {}
@@ -95,6 +111,10 @@ class Splitter:
         self.splits: dict[Hashable, Split] = {}
         self.keys = Keys(exact=True)
         self.codes: dict[int, tuple[str, Jaxpr]] = {}
+        # How often each jaxpr is called, by its id, and what to expand in place of repeated calls.
+        calls = filter(is_call, _compat.every_eqn(jaxpr))
+        self.calls = Counter(id(_compat.inner_jaxpr(call)[0]) for call in calls)
+        self.hoisted: dict[Hashable, Jaxpr] = {}
 
     # -- kinds of variables
 
@@ -123,7 +143,36 @@ class Splitter:
 
     def inline(self, eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
         """Expands the calls that take a weight, so that there is only one level to read."""
-        return self.inliner.flat_of(eqns, filter(self.is_weights, self.kinds))
+        touched = set(filter(self.is_weights, self.kinds))
+        kinds = self.kinds | dict.fromkeys(touched, WEIGHT)
+
+        def expands(eqn: JaxprEqn) -> JaxprEqn | bool:
+            found = [kinds.get(v, self.kind(v)) if is_var(v) else CONST for v in eqn.invars]
+            if None not in found:
+                kinds.update(dict.fromkeys(eqn.outvars, WEIGHT if WEIGHT in found else CONST))
+            if touched.isdisjoint(reads(eqn)):
+                return False
+            touched.update(eqn.outvars)
+            return is_call(eqn) and self.opened(eqn, found)
+
+        return list(self.inliner.flat(eqns, expands))
+
+    # [Note: calls that repeat]
+    # Calls of a jitted layer (Flax's `nn.jit`) share one jaxpr, which JAX differentiates and lowers
+    # once. Expanded, each is traced anew. So only what needs nothing but weights comes out of such
+    # a call, and the rest is a call again, of one jaxpr for all; XLA inlines it. JAX returns
+    # operands of a call that backward needs as they came, so backward still keeps no weight.
+
+    def opened(self, call: JaxprEqn, kinds: Sequence[Kind]) -> JaxprEqn | bool:
+        """Returns whether to expand a call with such operands, or another call in its place."""
+        jaxpr, _ = _compat.inner_jaxpr(call)
+        count = self.calls[id(jaxpr)]
+        if count < 2 or not {None, WEIGHT} <= {*kinds}:
+            return count > 0  # otherwise it is the rest of another call
+        key = id(jaxpr), *kinds
+        if key not in self.hoisted:
+            self.hoisted[key] = _hoisted(call, kinds)
+        return running(call, self.hoisted[key])
 
     def find_readers(self, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> None:
         # `visit` takes these remats apart. Then their equations read, and not they themselves.
@@ -268,6 +317,20 @@ class Splitter:
             **Eqn(eqn).options,
             name=_compat.scope_of(eqn),
         )
+
+
+def _hoisted(call: JaxprEqn, kinds: Sequence[Kind]) -> Jaxpr:
+    """Returns the jaxpr of a call, where what needs more than weights is a call of its own. One
+    that gathers, has side effects or closes over arrays stays as it is."""
+    jaxpr, consts = _compat.inner_jaxpr(call)
+    inner = split(jaxpr, consts, [*map(_inner_kind, kinds)], pull=False, checkpointed=True)
+    eqns = [op for op in inner.main if not isinstance(op, Nested)]
+    if len(eqns) < len(inner.main) or inner.constants or _compat.has_side_effects(jaxpr):
+        return jaxpr
+    invars = [*inner.frontier, *(v for v, k in zip(jaxpr.invars, kinds, strict=True) if k is None)]
+    outvars = [v for eqn in eqns for v in eqn.outvars if v in inner.outvars]
+    rest = jitted(_compat.make_jaxpr(eqns, invars, outvars), call)
+    return _compat.make_jaxpr([*inner.prefix, rest], jaxpr.invars, inner.outvars)
 
 
 def _cast_shard(eqn: JaxprEqn, kind: Kind) -> Shard | None:
