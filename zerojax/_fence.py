@@ -142,6 +142,8 @@ class _Order:
             jaxpr, consts = _compat.inner_jaxpr(eqn)
             eqns = [_compat.renamed(each, lambda var: var, eqn) for each in jaxpr.eqns]
             return self.run(jaxpr.replace(eqns=eqns), consts, inputs)
+        if eqn.primitive.name == "scan" and _jaxprs.Eqn(eqn).length == 1:
+            return self.turn(eqn, operands)  # XLA takes it apart, too
         done = self.done if loops < self.loops else None
         if is_loop := _is_loop(eqn):
             eqn = _jaxprs.mapped_params(eqn, lambda _, value: _inside(value))
@@ -155,6 +157,14 @@ class _Order:
             numbers = [outs[at] for at in _recurrent(eqn)[1:]]
             self.done = _either(self.done, mark(numbers or outs))
         return [_Sequenced(x, self.loops, since | {self.count}) for x in outs]
+
+    def turn(self, eqn: JaxprEqn, operands: Sequence[_Sequenced]) -> list[_Sequenced]:
+        """Runs the only turn of a scan."""
+        consts, carry, rows = _jaxprs.Eqn(eqn).parts(operands)
+        row = [v._replace(array=jnp.squeeze(v.array, 0)) for v in rows]
+        outs = self.run(*_compat.inner_jaxpr(eqn), [*consts, *carry, *row])
+        stacked = [v._replace(array=jnp.expand_dims(v.array, 0)) for v in outs[len(carry) :]]
+        return [*outs[: len(carry)], *stacked]
 
 
 def _either(one: Array | None, other: Array | None) -> Array | None:
@@ -185,16 +195,22 @@ def _inside(value: PyTree) -> PyTree:
 
 def _recurrent(eqn: JaxprEqn) -> list[int]:
     """Returns where a scan takes and where it returns the smallest number that each turn computes
-    from that of the turn before; [] if there is none. XLA may drop other values, or know them."""
+    from that of the turn before and from other inputs; [] if there is none. XLA may drop other
+    values, or know them: the gradient of a sum over layers passes through."""
     if eqn.primitive.name != "scan":
         return []
     body, _ = _compat.inner_jaxpr(eqn)
     read = {v for inner in body.eqns for v in _jaxprs.reads(inner)}
-    made = {v for inner in body.eqns for v in inner.outvars}
     numbers = list[list[int]]()
     for at, k in enumerate(_jaxprs.Eqn(eqn).parts(range(len(eqn.invars)))[1]):
         number, kind = body.invars[k], _jaxprs.type_of(body.invars[k])
-        if is_float(kind) and kind.size and number in read and body.outvars[at] in made:
+        if not (is_float(kind) and kind.size and number in read):
+            continue
+        others, changed = {*body.invars} - {number}, set[_jaxprs.Var]()
+        for inner in body.eqns:
+            if not (others | changed).isdisjoint(_jaxprs.reads(inner)):
+                changed.update(inner.outvars)
+        if body.outvars[at] in changed:
             numbers.append([kind.size, k, at])
     return min(numbers, default=[])[1:]
 

@@ -196,6 +196,26 @@ def test_tables_are_gathered_and_reduced_between_loops(stage, accumulate):
     assert unordered(report.module)[1] == []
 
 
+def balanced(params, x):
+    """Each layer adds to a sum, whose gradient passes through the loops unchanged."""
+    turn = lambda c, w: ((c[0] + jnp.tanh(c[0] @ w), c[1] + jnp.mean(c[0] ** 2)), None)
+    x, balance = jnp.tanh(x @ params["in"]), 0.0
+    for name in ("one", "other"):
+        (x, balance), _ = lax.scan(turn, (x, balance + 0.0), params[name])
+    return jnp.mean((x @ params["head"]) ** 2) + balance
+
+
+@pytest.mark.parametrize(("stage", "layers"), [(3, (5, 3)), (1, (5, 1)), (3, (1, 5))])
+def test_loops_of_sums_and_of_one_turn_are_in_order(stage, layers):
+    one, other = (np.ones((n, DIM, DIM)) for n in layers)
+    params = {"in": np.ones((DIM, DIM)), "one": one, "other": other, "head": np.ones((DIM, 512))}
+    plan = zerojax.plan(train_state(params, optax.sgd(0.1)), stage=stage, min_shard_size=0)
+    batch = jax.ShapeDtypeStruct((16, DIM), "float32")
+    report = zerojax.audit(zerojax.train_step(balanced), plan.abstract(), batch)
+    count, free = unordered(report.module)
+    assert count and free == []
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_loops_of_means_over_the_batch_are_in_order(stage):
     def loss(params, x):

@@ -18,8 +18,9 @@ from tests.support.collectives import every_equation
 from tests.support.reference import assert_close, train_state
 from tests.support.schedules import train_step
 
-LAYERS, DIM = 3, 32
+LAYERS, DIM = 5, 32  # of three, prefetching leaves a loop of one turn, which is none on CPUs
 OWN, PART = (LAYERS, DIM, DIM), (LAYERS, DIM // 2, DIM)
+STACKS = functools.partial(stacks.stacks, layers=LAYERS)
 
 
 def carried_by_updates(jaxpr):
@@ -34,7 +35,7 @@ def carried_by_updates(jaxpr):
     return shapes
 
 
-def carried(make=stacks.stacks, loss=loss, stage=3, update="backward", **options):
+def carried(make=STACKS, loss=loss, stage=3, update="backward", **options):
     plan = zerojax.plan(make, stage=stage, mesh=make_mesh(2))
     step = train_step(loss, **({"update": update} | options))
     return carried_by_updates(step.trace(plan.abstract(), BATCH).jaxpr)
@@ -56,7 +57,7 @@ def test_a_stack_that_is_read_twice_is_updated_after():
         return loss(params, batch) + 0.1 * jnp.sum(params["blocks"]["w"] ** 2)
 
     shapes = carried(loss=twice)
-    assert PART not in shapes and (LAYERS, DIM) in shapes, "the norms alone are updated there"
+    assert PART not in shapes and (LAYERS, DIM // 2) in shapes, "the norms alone are updated there"
 
 
 # -- numbers
@@ -74,13 +75,13 @@ class Averaged(TrainState):
 
 
 def averaged():
-    params = stacks.stacks().params
+    params = STACKS().params
     ema = jax.tree.map(jnp.copy, params)
     return Averaged.create(apply_fn=None, params=params, tx=adam(), ema=ema)
 
 
 def with_a_teacher():
-    params = {**stacks.stacks().params, "teacher": stacks.stacks().params["blocks"]}
+    params = {**STACKS().params, "teacher": STACKS().params["blocks"]}
     return train_state(params, adam())
 
 
@@ -109,9 +110,9 @@ WHOLE = {"stage": 1, "mesh": steps.row("regather").mesh, "groups": {"opt_state":
 @pytest.mark.parametrize(
     ("make", "loss", "placing", "prefetch"),
     [
-        pytest.param(stacks.stacks, loss, WHOLE, 0, id="whole weights"),
-        pytest.param(stacks.stacks, from_the_last, {}, 0, id="reverse"),
-        pytest.param(stacks.stacks, from_the_last, {}, 1, id="reverse and prefetch"),
+        pytest.param(STACKS, loss, WHOLE, 0, id="whole weights"),
+        pytest.param(STACKS, from_the_last, {}, 0, id="reverse"),
+        pytest.param(STACKS, from_the_last, {}, 1, id="reverse and prefetch"),
         pytest.param(averaged, loss, {}, 0, id="an average goes along"),
         # JAX takes zeros for the gradients of the teacher, which are no new parameters.
         pytest.param(with_a_teacher, probed, {}, 1, id="an aux"),
@@ -132,11 +133,11 @@ def normed():
         return updates, optax.tree.norm(updates)
 
     norm = optax.GradientTransformation(lambda params: jnp.zeros(()), with_norm)
-    return stacks.stacks(optax.chain(norm, adam()))
+    return STACKS(optax.chain(norm, adam()))
 
 
 def without_nans():
-    return stacks.stacks(optax.chain(optax.zero_nans(), adam()))
+    return STACKS(optax.chain(optax.zero_nans(), adam()))
 
 
 def spoiled(params, batch):
@@ -169,12 +170,12 @@ def test_beside_a_tensor_axis():
 
 def test_a_pair_and_its_optimizer():
     """Parameters and a state in host memory, which are no state of Flax."""
-    tx, params = adam(), stacks.stacks().params
+    tx, params = adam(), STACKS().params
     pair = (params, tx.init(params))
     plan = zerojax.plan(pair, tx=tx, mesh=make_mesh(2), offload=stacks.ALL)
     step = train_step(loss, plan=plan, tx=tx, update="backward")
     state, _ = step(plan.place(pair), BATCH)
-    wanted, _ = stacks.on_one_device()
+    wanted, _ = stacks.on_one_device(STACKS)
     assert_close(jax.device_get(state), (wanted.params, wanted.opt_state))
     assert all(is_on_host(x) for x in jax.tree.leaves(state[1]) if x.ndim)
 
