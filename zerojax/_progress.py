@@ -1,6 +1,7 @@
 """Says what work goes on, to whoever watches a terminal or reads a log."""
 
 import contextlib
+import io
 import os
 import sys
 import threading
@@ -47,24 +48,31 @@ def working(doing: str, in_lines: bool = False) -> Iterator[None]:
         yield
         return
     counts = not in_lines and out.isatty()
-    # The compiler's stderr goes elsewhere meanwhile.
-    with open(os.dup(2), "w") if is_own else contextlib.nullcontext(out) as out:
-        sayer = threading.Thread(target=_say, args=(doing, out, counts, done), daemon=True)
-        sayer.start()
-        try:
-            yield
-        finally:
-            done.set()
-            sayer.join()
-            _TURN.release()
+    try:
+        with _of_our_own(out) if is_own else contextlib.nullcontext(out) as out:
+            sayer = threading.Thread(target=_say, args=(doing, out, counts, done), daemon=True)
+            sayer.start()
+            try:
+                yield
+            finally:
+                done.set()
+                sayer.join()
+    finally:
+        _TURN.release()
+
+
+def _of_our_own(out: TextIO) -> TextIO:
+    """Returns stderr as a file that keeps nothing back: the compiler's goes elsewhere meanwhile."""
+    return io.TextIOWrapper(open(os.dup(2), "wb", 0), out.encoding, write_through=True)
 
 
 def _say(doing: str, out: TextIO, counts: bool, done: threading.Event) -> None:
     started, passed = time.monotonic(), 0.0
-    while not done.wait(ON_A_TERMINAL if counts else max(2 * passed, IN_A_LOG)):
-        passed = time.monotonic() - started
-        line = f"{doing} ... {passed:.0f} s"
-        print(f"{WIPE}{line}" if counts else f"zerojax: {line}\n", end="", file=out, flush=True)
-    if passed:
-        line = f"zerojax: {doing} ... done in {time.monotonic() - started:.0f} s\n"
-        print(WIPE if counts else line, end="", file=out, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # a full disk, a pipe or file that was closed
+        while not done.wait(ON_A_TERMINAL if counts else max(2 * passed, IN_A_LOG)):
+            passed = time.monotonic() - started
+            line = f"{doing} ... {passed:.0f} s"
+            print(f"{WIPE}{line}" if counts else f"zerojax: {line}\n", end="", file=out, flush=True)
+        if passed:
+            line = f"zerojax: {doing} ... done in {time.monotonic() - started:.0f} s\n"
+            print(WIPE if counts else line, end="", file=out, flush=True)

@@ -282,7 +282,7 @@ class Step:
             return jitted
         if is_alone:
             self._agreed[plan] = None
-            return working(self._compiling(plan), in_lines=True)(jitted)
+            return working(self._compiling(plan) + _kept(), in_lines=True)(jitted)
         plan._compare_new(state)
         key = plan, tree, *((getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves)
         if key in self._agreed:
@@ -299,7 +299,7 @@ class Step:
 
         known = _agreement.agree(self._call, items, plan.mesh, OWN_ROWS, name=self._name)
         self._agreed[key] = known
-        compiling = self._compiling(plan)
+        compiling = self._compiling(plan) + _kept()
         if _on_cpus(plan):
             with working(compiling, in_lines=True):
                 jitted.lower(*args, **named).compile()
@@ -308,9 +308,13 @@ class Step:
 
     def _compiling(self, plan: Plan) -> str:
         """Says what XLA compiles."""
-        kept = jax.config.jax_compilation_cache_dir
-        keep = "" if kept else "; JAX_COMPILATION_CACHE_DIR=... keeps the result"
-        return f"XLA compiles {self._call}{self._name} at stage {plan.stage}{keep}"
+        return f"XLA compiles {self._call}{self._name} at stage {plan.stage}"
+
+
+def _kept() -> str:
+    """Says how to keep what JAX compiles where a step is called, if it does not."""
+    kept = jax.config.jax_compilation_cache_dir
+    return "" if kept else "; JAX_COMPILATION_CACHE_DIR=... keeps the result"
 
 
 def _on_cpus(plan: Plan) -> bool:
