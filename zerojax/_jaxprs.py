@@ -7,7 +7,6 @@ Only this module and `_compat` read the parameters of equations.
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # pyright: reportPrivateImportUsage=false
 
-import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -471,13 +470,6 @@ class Keys:
 
 def is_checkpoint(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _compat.REMAT
-
-
-def line_of(eqn: JaxprEqn) -> str:
-    """Returns the innermost line of an equation that is of no library, 'file.py:12', or ''."""
-    libraries = ("site-packages", f"{os.sep}zerojax{os.sep}")
-    lines = (line for line in _compat.lines_of(eqn) if not any(part in line for part in libraries))
-    return next(lines, "")
 
 
 def same_as(atom: Atom) -> Hashable:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeAlias
@@ -27,7 +28,7 @@ from jax.extend.random import threefry2x32_p
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
-from zerojax._jaxprs import ELEMENTWISE, Atom, Eqn, is_var, line_of, primitives, type_of, with_sizes
+from zerojax._jaxprs import ELEMENTWISE, Atom, Eqn, is_var, primitives, type_of, with_sizes
 from zerojax._parallel import IN_PLACE, parallel
 from zerojax._passes.blocks import Axis, Blocks
 from zerojax._table import human_bytes
@@ -237,7 +238,7 @@ class BlockRunner:
         """Names what an operation sends, and its line, for audits, and counts it."""
         eqn = self.instead or eqn
         eqns = [*(caller for _, caller in self.callers if caller is not None), eqn]
-        line = next(filter(None, map(line_of, reversed(eqns))), "a library")
+        line = next(filter(None, map(_line_of, reversed(eqns))), "a library")
         path = "/".join(filter(None, map(_compat.scope_of, eqns)))
         place = f"{eqn.primitive.name} ({', '.join(filter(None, (line, path)))})"
         self.regions[-1].sent.append(Received(what, nbytes, place, what == OTHERS))
@@ -476,3 +477,10 @@ def local(eqn: JaxprEqn, shape: Shape, arrays: Sequence[Array | np.ndarray]) -> 
 
 def _whole(array: ArrayLike) -> Tracked:
     return Tracked(jnp.shape(array), array)
+
+
+def _line_of(eqn: JaxprEqn) -> str:
+    """Returns the innermost line of an equation that is of no library, 'file.py:12', or ''."""
+    libraries = ("site-packages", f"{os.sep}zerojax{os.sep}")
+    lines = (line for line in _compat.lines_of(eqn) if not any(part in line for part in libraries))
+    return next(lines, "")
