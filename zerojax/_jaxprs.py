@@ -93,37 +93,42 @@ def is_function(eqn: JaxprEqn) -> bool:
     return is_call(eqn) or is_checkpoint(eqn) or has_rule
 
 
-def source(value: object) -> object:
-    """Returns the value that a tracer has, where calls, scans and branches return it as it came."""
-    while (made := _made_by(value)) and (at := _operand_of(*made)) is not None:
-        value = made[0].invars[at]
-    return value
-
-
 def _made_by(value: Any) -> tuple[JaxprEqn, int] | None:
     """Returns the equation that a tracer of a jaxpr is a result of, and at which place."""
     eqn = getattr(value, "parent", None) if isinstance(value, Tracer) else None
     return eqn and (eqn, eqn.outvars.index(value.val))
 
 
+def source(value: Any, made_by: Callable[[Any], tuple[JaxprEqn, int] | None] = _made_by) -> Any:
+    """Returns the value that a tracer has, where calls, scans and branches return it as it came and
+    transposes undo each other."""
+    origin, axes = value, list[int]()  # which axis of the operand each axis of the value is
+    while (made := made_by(value)) and (at := _operand_of(*made)) is not None:
+        value, order = made[0].invars[at], made[0].params.get("permutation")
+        axes = [order[axis] for axis in axes or range(len(order))] if order else axes
+        origin = value if axes == sorted(axes) else origin
+    return origin
+
+
 def _operand_of(eqn: JaxprEqn, at: int) -> int | None:
-    """Returns which operand of a call, a scan or a branch its result `at` is, if any."""
+    """Returns which operand of a call, a scan, a branch or a transpose its result `at` is, if any,
+    whatever the order of its axes."""
     if not is_function(eqn) and eqn.primitive.name not in ("scan", "cond"):
-        return None
+        return 0 if eqn.primitive.name == "transpose" else None
     bodies = _compat.inner_jaxprs(eqn)
     places = {_input_of(body, at) for body in bodies}
     place = places.pop() if len(places) == 1 else None
-    return None if place is None else place + len(eqn.invars) - len(bodies[0].invars)
+    if place is None:
+        return None
+    place += len(eqn.invars) - len(bodies[0].invars)
+    # A scan may stack a constant, or return its last row.
+    return place if type_of(eqn.invars[place]).shape == type_of(eqn.outvars[at]).shape else None
 
 
 def _input_of(jaxpr: Jaxpr, at: int) -> int | None:
     """Returns which input of a jaxpr its output `at` is, if any."""
     made = {v: (eqn, at) for eqn in jaxpr.eqns for at, v in enumerate(eqn.outvars)}
-    var: Atom | None = jaxpr.outvars[at]
-    while is_var(var) and var in made:
-        eqn, at = made[var]
-        operand = _operand_of(eqn, at)
-        var = None if operand is None else eqn.invars[operand]
+    var = source(jaxpr.outvars[at], lambda v: made.get(v) if is_var(v) else None)
     return jaxpr.invars.index(var) if is_var(var) and var in jaxpr.invars else None
 
 

@@ -264,6 +264,17 @@ def assigning(model, x):
     return jnp.mean(model(x))
 
 
+def transposing(model, x):
+    model.kernel[...] = model.kernel[...].T
+    return jnp.mean(model(x))
+
+
+def stacking(model, x):
+    kernel = model.kernel[...].T
+    model.kernel.set_value(jax.lax.scan(lambda c, _: (c, kernel), 0, length=16)[1].T)
+    return jnp.mean(x)
+
+
 METRICS = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
 X, RNGS = np.ones((16, 16), "f"), nnx.Rngs(0)
 
@@ -278,6 +289,8 @@ X, RNGS = np.ones((16, 16), "f"), nnx.Rngs(0)
         (adding, (X, X), r"leave it out, step\(model, optimizer, batch\).*several"),
         (adding, (X,), r"added the variable hidden.*Make it with the model"),
         (assigning, (X,), r"assigns the parameter (bias|kernel) of.*after the step.*BatchStat"),
+        (transposing, (X,), r"assigns the parameter kernel of"),
+        (stacking, (X,), r"assigns the parameter kernel of"),
         (left_split, (X, RNGS), r"another shape. Undo.*restore_rngs\(backups\)"),
     ],
 )
@@ -289,21 +302,22 @@ def test_steps_of_nnx_say_what_they_take(loss, args, remedy):
 
 
 class Layers(nnx.Module):
-    def __init__(self):
+    def __init__(self, axis):
+        self.axis = nnx.StateAxes({nnx.Param: axis, ...: axis})
         self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
-        self.stack = nnx.vmap(lambda key: nnx.Linear(16, 16, rngs=nnx.Rngs(key)))(
-            jax.random.split(jax.random.key(0), 3)
-        )
+        make = nnx.vmap(lambda key: nnx.Linear(16, 16, rngs=nnx.Rngs(key)), out_axes=self.axis)
+        self.stack = make(jax.random.split(jax.random.key(0), 3))
 
     def __call__(self, x):
         norm = nnx.jit(lambda norm, x: norm(x))
         layer = nnx.remat(lambda x, layer: jnp.tanh(layer(x)))
         x = nnx.cond(x.sum() > 0, norm, lambda norm, x: norm(x), self.norm, x)
-        return nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.stack)
+        return nnx.scan(layer, in_axes=(nnx.Carry, self.axis), out_axes=nnx.Carry)(x, self.stack)
 
 
-def test_parameters_that_transforms_return_are_not_assigned():
-    model = Layers()
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parameters_that_transforms_return_are_not_assigned(axis):
+    model = Layers(axis)
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     zerojax.nnx.shard(model, optimizer)
     step, *args = zerojax.nnx.train_step(lambda model, x: jnp.mean(model(x))).pure(
