@@ -10,11 +10,11 @@ import pytest
 
 import zerojax
 from tests.conftest import make_mesh
+from tests.support import audits
 from tests.support.collectives import collectives, scans_of
 from tests.support.models import gpt, gpt_block, gpt_params, norm
 from tests.support.reference import assert_close, train_state
 from tests.support.schedules import scheduled, train_step, value_and_grad
-from zerojax.tools._forecast import presets as _presets
 
 LAYERS, DIM, TOKENS, ROWS = 3, 32, 8, 16
 DRAWN = jax.random.split(jax.random.key(11), 4)
@@ -161,14 +161,11 @@ def test_the_head_of_one_microbatch_at_a_time_is_kept(wrap):
 def test_steps_for_gpus_keep_the_contract_of_one_microbatch():
     """Every layer is gathered twice and reduced once, asynchronously; a forecast says what it is
     of."""
-    model = _presets.Gpt(4, 256, 4, vocab=512, tokens=64)
-    made = {}
+    batch, made = jax.ShapeDtypeStruct((8 * 4 * audits.ROWS,), "int32"), {}
     for order in ("microbatches", "layers"):
-        step = train_step(model.loss, accumulate=4, order=order)
+        step = train_step(audits.loss, accumulate=4, order=order)
         options = {"gpus": "8xH100", "stages": 3, "precision": zerojax.Precision("bfloat16")}
-        forecast = zerojax.forecast(
-            step, model.make_state, model.batch(8 * 4 * 2), **scheduled(options)
-        )
+        forecast = zerojax.forecast(step, audits.make_state, batch, **scheduled(options))
         (made[order],) = forecast.cases
         assert made[order].report.findings() == [] and made[order].accumulate == 4
     assert made["layers"].wire_bytes < 0.3 * made["microbatches"].wire_bytes
