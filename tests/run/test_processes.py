@@ -116,18 +116,18 @@ ORDERS = {  # what processes 0 and 1 call
 }
 
 
-@pytest.mark.parametrize("case", ORDERS)
-def test_processes_that_call_known_steps_in_another_order_are_told(tmp_path, case):
-    """Also where both wait for their devices, which wait for each other."""
-    run = Run(2, tmp_path, ["--case", case], "tests.run.orders")
+def test_processes_that_call_known_steps_in_another_order_are_told(tmp_path):
+    """Also where both wait for their devices, which wait for each other. All cases side by side:
+    they wait longer than they compute."""
     started = time.monotonic()
-    assert all(run.wait(120)), run.text()
-    assert time.monotonic() - started < 60
-    first, second = ORDERS[case]
-    for log in run.logs:
-        said = log.read_text()
-        assert f"call 7: {first} in process 0, {second} in process 1" in said, run.text()
-        assert "makes the same calls in the same order" in said and "not a word" not in said
+    runs = [Run(2, tmp_path / case, ["--case", case], "tests.run.orders") for case in ORDERS]
+    for run, (first, second) in zip(runs, ORDERS.values(), strict=True):
+        assert all(run.wait(120)), run.text()
+        assert time.monotonic() - started < 60
+        for log in run.logs:
+            said = log.read_text()
+            assert f"call 7: {first} in process 0, {second} in process 1" in said, run.text()
+            assert "makes the same calls in the same order" in said and "not a word" not in said
 
 
 def test_a_device_that_computes_something_else_is_named_in_all_processes(tmp_path):
@@ -203,14 +203,18 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize("flags, at_least, message", ENDS)
-def test_an_elastic_run_ends(tmp_path, flags, at_least, message):
-    run = elastic(tmp_path, 2, *flags, at_least=at_least)
-    codes = run.wait(240)
-    assert codes == [1, -9 if "--kill-at" in flags else 1], run.text()
-    ended = run.logs[: codes.count(1)]
-    assert all(re.search(message, log.read_text()) for log in ended)
-    assert "continues" not in run.text()
+def test_an_elastic_run_ends(tmp_path):
+    """All cases side by side: most of their time is a heartbeat's."""
+    runs = [
+        elastic(tmp_path / str(case), 2, *flags, at_least=at_least)
+        for case, (flags, at_least, _) in enumerate(ENDS)
+    ]
+    for run, (flags, _, message) in zip(runs, ENDS, strict=True):
+        codes = run.wait(240)
+        assert codes == [1, -9 if "--kill-at" in flags else 1], run.text()
+        ended = run.logs[: codes.count(1)]
+        assert all(re.search(message, log.read_text()) for log in ended)
+        assert "continues" not in run.text()
 
 
 def test_arrays_made_outside_are_said_to_keep_their_memory(tmp_path):
