@@ -62,8 +62,8 @@ def on_one_device(model: str, tx: str) -> Any:
 def placed(model: str, mesh: str, stage: int, tx: Any = ADAM, **options: Any) -> Any:
     sizes, axis = MESHES[mesh]
     options = {"experts": KEPT, "axis": axis, "min_shard_size": 1} | options
-    state = train_state(mixture.params(**MODELS[model]), tx)
-    return zerojax.shard_train_state(state, stage, mesh=zerojax.mesh(**sizes), **options)
+    make = lambda: train_state(mixture.params(**MODELS[model]), tx)
+    return zerojax.shard_train_state(make, stage, mesh=zerojax.mesh(**sizes), **options)
 
 
 def trained(state: Any, **options: Any) -> tuple[list[Any], Any]:

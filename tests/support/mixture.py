@@ -15,11 +15,10 @@ def params(
     experts: int = 8, layers: int = 0, width: int = 12, inner: int = 20, in_list: bool = False
 ) -> Any:
     """One layer, a stack of several, or a list of these."""
-    keys = iter(jax.random.split(jax.random.key(0), 8))
-    lead = (layers,) * bool(layers)
+    draw, lead = np.random.default_rng(0), (layers,) * bool(layers)
 
-    def normal(*shape: int) -> jax.Array:
-        return 0.3 * jax.random.normal(next(keys), shape)
+    def normal(*shape: int) -> np.ndarray:
+        return 0.3 * draw.normal(size=shape).astype("f")
 
     layer = {
         "mix": normal(*lead, width, width),
@@ -31,7 +30,7 @@ def params(
         },
     }
     several = [jax.tree.map(lambda x: x[at], layer) for at in range(layers)] if in_list else layer
-    return {"embed": normal(16, width), "layers": several}
+    return jax.tree.map(jnp.asarray, {"embed": normal(16, width), "layers": several})
 
 
 def batch(rows: int = 16) -> dict[str, np.ndarray]:
