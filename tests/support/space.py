@@ -286,9 +286,13 @@ Levels = dict[str, Any]  # of some features, or of all
 Group = frozenset[tuple[str, Any]]  # of levels
 
 
-def refusal_of(levels: Levels) -> Refusal | None:
+EVERY = REFUSED + LEFT_OUT
+NAMING = {name: tuple(one for one in EVERY if name in one.levels) for name in FACTORS | APART}
+
+
+def refusal_of(levels: Levels, among: tuple[Refusal, ...] = EVERY) -> Refusal | None:
     has = lambda refusal: all(levels.get(name, ...) in of for name, of in refusal.levels.items())
-    return next(filter(has, REFUSED + LEFT_OUT), None)
+    return next(filter(has, among), None)
 
 
 def groups_of(levels: Levels) -> set[Group]:
@@ -324,9 +328,12 @@ def _completed(
     def gained(name: str, level: Any) -> int:
         return sum(frozenset({(name, level), item}) in left for item in levels.items())
 
+    # What refuses one more level names its feature, unless these are refused already.
+    refusals = {} if refusal_of(levels) else NAMING
     # Those of many levels first, in about that order.
     for name in sorted(factors, key=lambda name: 3 * rng.random() - len(factors[name])):
-        among = [level for level in factors[name] if not refusal_of(levels | {name: level})]
+        fits = lambda level: not refusal_of(levels | {name: level}, refusals.get(name, EVERY))
+        among = list(filter(fits, factors[name]))
         if name not in PLAIN:
             rng.shuffle(among)
         if name not in levels:
