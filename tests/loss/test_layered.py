@@ -12,13 +12,13 @@ import zerojax
 from tests.conftest import make_mesh
 from tests.support import audits
 from tests.support.collectives import collectives, scans_of
+from tests.support.draw import normal
 from tests.support.models import gpt, gpt_block, gpt_params, norm
 from tests.support.reference import assert_close, train_state
 from tests.support.schedules import scheduled, train_step, value_and_grad
 
 LAYERS, DIM, TOKENS, ROWS = 3, 32, 8, 16
-DRAWN = jax.random.split(jax.random.key(11), 4)
-X = np.asarray(jax.random.normal(DRAWN[1], (ROWS, DIM)))
+X = np.asarray(normal(1, ROWS, DIM))
 
 
 def grad_of(loss, params, order, devices=4, **options):
@@ -60,9 +60,10 @@ def rich_loss(params, batch, rng):
 
 
 def test_the_numbers_are_those_of_microbatches_in_turn():
-    params = gpt_params(tokens=TOKENS) | {"mix": 0.2 * jax.random.normal(DRAWN[0], (2, DIM, DIM))}
-    tokens = jax.random.randint(DRAWN[1], (ROWS, TOKENS), 0, 7)
-    batch = {"tokens": tokens, "mask": jax.random.bernoulli(DRAWN[2], 0.6, (ROWS,))}
+    params = gpt_params(tokens=TOKENS) | {"mix": 0.2 * normal(0, 2, DIM, DIM)}
+    random = np.random.default_rng(1)
+    tokens = random.integers(0, 7, (ROWS, TOKENS), np.int32)
+    batch = {"tokens": tokens, "mask": random.random(ROWS) < 0.6}
     args = batch, jax.random.key(3, impl="rbg")
     got, wanted = both(rich_loss, params, *args, has_aux=True, prefetch=1)
     assert_close(got, wanted, 2e-6)
@@ -90,8 +91,8 @@ def test_layers_of_layers_are_found_inside_of_one_checkpoint():
         x, means = jax.lax.scan(groups, batch, params["w"])
         return jnp.mean(x**2), means
 
-    params = {"w": jax.random.normal(DRAWN[0], (2, 2, DIM, DIM)) / 6}
-    batch = jax.random.normal(DRAWN[1], (ROWS, DIM))
+    params = {"w": normal(0, 2, 2, DIM, DIM) / 6}
+    batch = normal(1, ROWS, DIM)
     got, wanted = both(loss, params, batch, has_aux=True, prefetch=1)
     assert_close(got, wanted, 1e-6)
 
@@ -108,8 +109,8 @@ def test_a_layer_may_have_several_checkpoints_and_nest_them():
         x = jax.lax.scan(layer, batch.astype("bfloat16"), params["w"])[0]
         return jnp.mean(x.astype("float32") ** 2)
 
-    params = {"w": jax.random.normal(DRAWN[0], (2, 2, DIM, DIM)) / 6}
-    batch = jax.random.normal(DRAWN[1], (ROWS, DIM))
+    params = {"w": normal(0, 2, 2, DIM, DIM) / 6}
+    batch = normal(1, ROWS, DIM)
     got, wanted = both(loss, params, batch, prefetch=0)
     assert_close(got, wanted, 2e-2)
     every = collectives(jax.make_jaxpr(grad_of(loss, params, "layers"))(params, batch))
@@ -216,7 +217,7 @@ NO_LAYERS = r"the loss has no scan over stacked parameters. Stack the layers \(j
     ],
 )
 def test_a_loss_without_such_layers_runs_one_microbatch_after_another(loss, why):
-    params = {"w": 0.1 * jax.random.normal(DRAWN[0], (3, DIM, DIM))}
+    params = {"w": 0.1 * normal(0, 3, DIM, DIM)}
     make = lambda: train_state(params, optax.sgd(0.1))
     step = train_step(loss, accumulate=2, order="layers")
     with pytest.warns(UserWarning, match=f"order='layers' is left out: {why}"):
