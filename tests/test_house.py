@@ -1,5 +1,6 @@
 """The house: what a plain step enters, what overrides what, and which features can be deleted."""
 
+import functools
 import pathlib
 import re
 import shutil
@@ -75,6 +76,7 @@ print(min(deep), float(metrics["loss"]))
 """
 
 
+@functools.cache
 def plain(**settings):
     """The files that a plain step enters, the frames above its first all-gather, its loss."""
     settings = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", **settings}
