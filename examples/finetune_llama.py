@@ -124,7 +124,9 @@ def main():
             tx = optax.selective_transform(tx, freeze_mask=lora_hf.is_base(params))
         else:
             params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), models_hf.structs(model))
-        return State.create(apply_fn=None, params=params, tx=tx, dynamic_scale=DynamicScale())
+        # Of a Python number, JAX would compile the step once more for the array that replaces it.
+        scale = DynamicScale(scale=jnp.float32(2**16))
+        return State.create(apply_fn=None, params=params, tx=tx, dynamic_scale=scale)
 
     state = zerojax.shard_train_state(make_state, stage=args.stage)
     frozen = {"keep": "lora"} if lora else {}  # the files have no adapters
