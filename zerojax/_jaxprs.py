@@ -117,12 +117,14 @@ def _operand_of(eqn: JaxprEqn, at: int) -> int | None:
         return 0 if eqn.primitive.name == "transpose" else None
     bodies = _compat.inner_jaxprs(eqn)
     places = {_input_of(body, at) for body in bodies}
-    place = places.pop() if len(places) == 1 else None
-    if place is None:
+    if len(places) != 1 or (place := places.pop()) is None:
         return None
     place += len(eqn.invars) - len(bodies[0].invars)
-    # A scan may stack a constant, or return its last row.
-    return place if type_of(eqn.invars[place]).shape == type_of(eqn.outvars[at]).shape else None
+    carry = Eqn(eqn).parts(range(len(eqn.invars)))[1] if eqn.primitive.name == "scan" else []
+    # A scan may swap its carries, stack a constant, or return its last row.
+    is_other = place in carry and carry.index(place) != at
+    is_other |= type_of(eqn.invars[place]).shape != type_of(eqn.outvars[at]).shape
+    return None if is_other else place
 
 
 def _input_of(jaxpr: Jaxpr, at: int) -> int | None:

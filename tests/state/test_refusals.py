@@ -275,6 +275,13 @@ def stacking(model, x):
     return jnp.mean(x)
 
 
+def swapping(model, x):
+    pair = model.kernel[...], jnp.tanh(model.kernel[...])
+    (_, new), _ = jax.lax.scan(lambda pair, _: (pair[::-1], None), pair, length=2)
+    model.kernel.set_value(new)
+    return jnp.mean(x)
+
+
 METRICS = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
 X, RNGS = np.ones((16, 16), "f"), nnx.Rngs(0)
 
@@ -291,6 +298,7 @@ X, RNGS = np.ones((16, 16), "f"), nnx.Rngs(0)
         (assigning, (X,), r"assigns the parameter (bias|kernel) of.*after the step.*BatchStat"),
         (transposing, (X,), r"assigns the parameter kernel of"),
         (stacking, (X,), r"assigns the parameter kernel of"),
+        (swapping, (X,), r"assigns the parameter kernel of"),
         (left_split, (X, RNGS), r"another shape. Undo.*restore_rngs\(backups\)"),
     ],
 )
