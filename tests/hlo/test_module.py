@@ -67,6 +67,15 @@ def test_groups(text, members, axes):
         assert found.on_host == sum(member < per_host for member in members)
 
 
+def test_of_a_permute_the_hops_between_hosts_are_counted_and_the_slowest_is_timed():
+    pairs = lambda by: ",".join(f"{{{i},{(i + by) % 8}}}" for i in range(8))
+    hops = {by: f"source_target_pairs={{{pairs(by)}}}" for by in (1, 4)}
+    for by, per_host, share in ((1, 4, 1 / 4), (1, 2, 1 / 2), (1, 8, 0), (4, 4, 1), (4, 8, 0)):
+        found = sent(groups=hops[by], per_host=per_host)
+        assert found.network_bytes == share * found.wire_bytes, (by, per_host)
+    assert sent(groups=hops[1], per_host=4).seconds == sent(groups=hops[4], per_host=4).seconds
+
+
 def test_gathers_that_xla_joined_are_traced_one_by_one():
     entry = """
   %a = f32[64,1024]{1,0} parameter(0), metadata={op_name="state.params['a']"}

@@ -247,7 +247,9 @@ class _Player:
             nbytes = wire_bytes(kind, sum(array.nbytes for array in arrays), size)
             one = Sent(instruction, instruction.name, kind, nbytes, starts)
             one.seconds = self.rates.seconds(kind, nbytes, size, on_host)
-            one.network_bytes = nbytes * network_share(kind, size, on_host)
+            hops = [len({m // self.per_host for m in pair}) - 1 for pair in _pairs(instruction)]
+            share = sum(hops) / len(hops) if hops else network_share(kind, size, on_host)
+            one.network_bytes = nbytes * share
             one.parts, one.members, one.on_host, one.axes = tuple(arrays), members, on_host, axes
             self.result.collectives.append(one)
         elif self.module.uses_host and (copied := copy_of(self.module, instruction)):
@@ -309,14 +311,20 @@ def group_of(
         return tuple(members[: int(match[2])]), None
     if match := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
         return tuple(int(x) for x in match[1].split(",")), None
-    if match := re.search(r"source_target_pairs=\{([\d,{}]*)\}", text):
+    if "source_target_pairs={" in text:
         # Those that exchange with the first one, directly or through others.
-        links = [{int(a), int(b)} for a, b in re.findall(r"(\d+),(\d+)", match[1])]
-        connected = set(links[0]) if links else {0}
-        while grown := [x for x in links if x & connected and not x <= connected]:
+        pairs = _pairs(instruction)
+        connected = {*pairs[0]} if pairs else {0}
+        while grown := [pair for pair in pairs if pair & connected and not pair <= connected]:
             connected.update(*grown)
         return tuple(sorted(connected)), None
     return tuple(range(devices)), None
+
+
+def _pairs(instruction: Instruction) -> list[set[int]]:
+    """Returns the devices between which a permute sends, two by two."""
+    text = instruction.attribute(r"source_target_pairs=\{([\d,{}]*)\}") or ""
+    return [{int(a), int(b)} for a, b in re.findall(r"(\d+),(\d+)", text)]
 
 
 def _numbered(shape: list[int]) -> np.ndarray:
