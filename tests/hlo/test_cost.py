@@ -120,6 +120,7 @@ def test_matmuls_of_eight_bits_are_faster_and_of_float32_slower(dtype, matmul, r
     [
         ("%m", "%scaled", 8e12),  # as XLA writes scales without a GPU
         ("%scaled", "%scaled", 8e12),
+        ("%first", "%scaled", 8e12),  # whose scale comes first
         ("%scaled", "%product", 4e12),  # of two matrices
         ("%wide", "%other", 4e12),  # whose other operand has 16 bits
     ],
@@ -133,6 +134,7 @@ def test_scaled_float8_multiplies_in_eight_bits(left, right, rate):
   %scales = bf16{shape} broadcast(%scale), dimensions={{}}
   %wide = bf16{shape} convert(%m)
   %scaled = bf16{shape} multiply(%wide, %scales)
+  %first = bf16{shape} multiply(%scales, %wide)
   %product = bf16{shape} multiply(%wide, %wide)
   ROOT %out = f32{shape} dot({left}, {right}), lhs_contracting_dims={{1}}
 """)

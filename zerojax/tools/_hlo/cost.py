@@ -118,10 +118,11 @@ def _unscaled(operand: Instruction) -> str:
     """Returns the dtype of an operand under casts and scales: XLA has cuBLAS apply those of float8,
     but without a GPU, it writes them before the matmul."""
     while operand.operands:
-        by_scale = operand.opcode == "multiply" and operand.operands[1].opcode == "broadcast"
+        factor, *scales = sorted(operand.operands, key=lambda one: one.opcode == "broadcast")
+        by_scale = operand.opcode == "multiply" and scales[0].opcode == "broadcast"
         if not by_scale and operand.opcode not in _SEE_THROUGH:
             break
-        operand = operand.operands[0]
+        operand = factor
     return operand.arrays[0].dtype
 
 
