@@ -1,10 +1,11 @@
 """A step as a jitted function, which each plan compiles with the XLA options that it needs."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -13,10 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat, _fingerprint
-from zerojax._features import (
-    host_state as _host_state,
-    xla_options as _xla_options,
-)
+from zerojax._features import host_state as _host_state, xla_options as _xla_options
 from zerojax._jaxprs import params_of, unique
 from zerojax._loss import arguments as _arguments, batch as _batch
 from zerojax._loss.arguments import plan_of
@@ -259,6 +257,13 @@ class Step:
             PROGRAM: program,
         }
 
+    @contextlib.contextmanager
+    def _first(self, plan: Plan) -> Iterator[None]:
+        """Says that XLA compiles the step; also in the call after one that fails."""
+        with working(self._compiling(plan) + _kept(), in_lines=True):
+            yield
+        self._agreed[plan] = None
+
     def _agree(
         self,
         jitted: Jitted,
@@ -281,8 +286,7 @@ class Step:
         if any(issubclass(kind, Tracer) for kind in {*map(type, state), *map(type, leaves)}):
             return jitted
         if is_alone:
-            self._agreed[plan] = None
-            return working(self._compiling(plan) + _kept(), in_lines=True)(jitted)
+            return self._first(plan)(jitted)
         plan._compare_new(state)
         key = plan, tree, *((getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves)
         if key in self._agreed:
