@@ -67,3 +67,25 @@ def test_a_cache_is_made_for_its_user_alone(tmp_path, monkeypatch):
         os.umask(before)
     assert [folder.stat().st_mode & 0o777 for folder in kept] == [0o700, 0o700]
     assert programs.usable(*kept)
+
+
+@pytest.mark.parametrize("folder", ["kept", ""])
+def test_folders_that_processes_do_not_share_are_not_used(tmp_path, folder, undecided, monkeypatch):
+    """Nor is that of another process where process 0 has none."""
+    undecided.jax_compilation_cache_dir = path = folder and str(tmp_path / folder)
+    undecided.update = lambda name, value: setattr(undecided, name, value)
+    run = types.SimpleNamespace(num_processes=2, process_id=0, coordinator_address="a:1")
+    monkeypatch.setattr(programs._compat, "run_of_processes", lambda: run)
+
+    def differ(_, items, **options):
+        if items():
+            raise ValueError("the mark differs")
+
+    monkeypatch.setattr(programs._agreement, "agree", differ)
+    why = f"writes them to {path}, which another process does not see"
+    why = why if folder else "has no folder for them, and another process has one"
+    with pytest.warns(
+        UserWarning, match=rf"not kept: process 0 {why}\. ZEROJAX_CACHE=\.\.\. names"
+    ):
+        programs.keep_together()
+    assert undecided.jax_compilation_cache_dir is None

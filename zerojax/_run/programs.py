@@ -107,9 +107,11 @@ def keep_together() -> None:
     except ValueError:
         jax.config.update("jax_compilation_cache_dir", None)
         if run.process_id == 0:
+            hidden = f"writes them to {path}, which another process does not see"
+            why = hidden if path else "has no folder for them, and another process has one"
             warn(
-                f"compiled programs are not kept: process 0 writes them to {path}, which another "
-                f"process does not see. {VARIABLE}=... names a folder that all hosts share."
+                f"compiled programs are not kept: process 0 {why}. {VARIABLE}=... names a folder "
+                "that all hosts share."
             )
     if run.process_id == 0:
         mark.unlink(missing_ok=True)
