@@ -139,9 +139,7 @@ class _Order:
             if _jaxprs.Eqn(eqn).prevent_cse:  # as JAX does where it lowers a remat
                 arrays = lax.optimization_barrier(arrays)
             inputs = [v._replace(array=x) for x, v in zip(arrays, operands, strict=True)]
-            jaxpr, consts = _compat.inner_jaxpr(eqn)
-            eqns = [_compat.renamed(each, lambda var: var, eqn) for each in jaxpr.eqns]
-            return self.run(jaxpr.replace(eqns=eqns), consts, inputs)
+            return self.in_scope(eqn, inputs)
         if eqn.primitive.name == "scan" and _jaxprs.Eqn(eqn).length == 1:
             return self.turn(eqn, operands)  # XLA takes it apart, too
         done = self.done if loops < self.loops else None
@@ -158,11 +156,17 @@ class _Order:
             self.done = _either(self.done, mark(numbers or outs))
         return [_Sequenced(x, self.loops, since | {self.count}) for x in outs]
 
+    def in_scope(self, eqn: JaxprEqn, inputs: Sequence[_Sequenced]) -> list[_Sequenced]:
+        """Runs the jaxpr of an equation once, in the equation's scope."""
+        jaxpr, consts = _compat.inner_jaxpr(eqn)
+        eqns = [_compat.renamed(each, lambda var: var, eqn) for each in jaxpr.eqns]
+        return self.run(jaxpr.replace(eqns=eqns), consts, inputs)
+
     def turn(self, eqn: JaxprEqn, operands: Sequence[_Sequenced]) -> list[_Sequenced]:
         """Runs the only turn of a scan."""
         consts, carry, rows = _jaxprs.Eqn(eqn).parts(operands)
         row = [v._replace(array=jnp.squeeze(v.array, 0)) for v in rows]
-        outs = self.run(*_compat.inner_jaxpr(eqn), [*consts, *carry, *row])
+        outs = self.in_scope(eqn, [*consts, *carry, *row])
         stacked = [v._replace(array=jnp.expand_dims(v.array, 0)) for v in outs[len(carry) :]]
         return [*outs[: len(carry)], *stacked]
 
@@ -229,8 +233,7 @@ def _waiting(
             waiting = _jaxprs.Eqn(eqn).parts(every)[2]
         case "scan":
             waiting = _recurrent(eqn)[:1] or every
-    arrays = list(arrays)
-    invars = list(eqn.invars)
+    arrays, invars = list(arrays), list(eqn.invars)
     other = functools.partial(jnp.full_like, fill_value=done)  # XLA knows the zeros of a carry
     for k in waiting:
         arrays[k] = wait(jnp.asarray(arrays[k], _jaxprs.type_of(invars[k]).dtype), done, other)
