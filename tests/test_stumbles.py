@@ -195,6 +195,22 @@ def test_a_number_of_rows_in_a_loss(written):
     assert not any("rows at a time" in note for note in getattr(raised.value, "__notes__", ()))
 
 
+@pytest.mark.parametrize(("rows", "options"), [(8, {}), (16, {"accumulate": 2})])
+def test_one_row_does_not_broadcast_with_an_array_of_a_row_for_each_example(rows, options):
+    """A table of as many positions is another matter, also if the loss takes only one row."""
+    state = zerojax.shard_train_state(train_state(params(), TX), stage=3)
+    weights, table, batch = jnp.arange(rows), np.ones((rows, 64)), np.ones((rows, rows, 64), "f")
+    losses = lambda p, x: jnp.mean((x @ p["up"]) ** 2, (1, 2))
+    with pytest.raises(TypeError, match="incompatible shapes") as raised:
+        train_step(lambda p, x: jnp.mean(losses(p, x) * weights), **options)(state, batch)
+    note, *_ = raised.value.__notes__
+    assert note.startswith(f"The loss sees 1 of the batch's {rows} rows at a time, and runs on all")
+    for most in (1, rows):
+        placed = lambda p, x: losses(p, x + table).mean() if len(x) <= most else 1 / 0
+        _, metrics = train_step(placed, **options, donate=False)(state, batch)
+        assert metrics["loss"] == pytest.approx(4 * 64**2)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_ordered_print(stage, capsys):
     def printing(ordered):

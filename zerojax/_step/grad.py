@@ -16,11 +16,7 @@ from zerojax import _axis_types, _compat
 from zerojax._declared import takes
 from zerojax._features.in_backward import InBackward, NoGradientError
 from zerojax._jaxprs import is_var, reads, type_of
-from zerojax._loss import (
-    arguments as _arguments,
-    batch as _batch,
-    nans as _nans,
-)
+from zerojax._loss import arguments as _arguments, batch as _batch, nans as _nans
 from zerojax._loss.trace import TracedLoss, explained_dtypes, trace_loss
 from zerojax._passes import means as _means
 from zerojax._passes.loss import Feed, Loss
@@ -154,8 +150,7 @@ def loss_and_grads(
     except NoGradientError as error:
         fewer = backward and backward.without(error.args)
         return loss_and_grads(loss_fn, plan, options, params, args, fewer)
-    done: dict[int, Array] = {}
-    known: dict[int, Array] = {}
+    done, known = dict[int, Array](), dict[int, Array]()
     for update, stacks, totals in zip(updates, results.new, results.sums, strict=True):
         done.update(zip(update.stacks, stacks, strict=True))
         known.update(zip(update.sums, totals, strict=True))
@@ -207,6 +202,10 @@ def _program(
     _, rows = _batch.counted(args, roles)
     with _noted_rows(rows, ways, trace):
         traced = trace(ways)
+        # One row would broadcast with an array that has a row for each example. Two rows do not.
+        by_example = any(np.shape(x)[:1] == (rows,) for x in traced.closed_over)
+        if by_example and rows == ways > 3 and not _tried(trace, 2) and _tried(trace, 1):
+            trace(ways // 2)
     _padding.check_closed_over(traced.jaxpr, traced.closed_over)
     _means.check_gradients(traced.jaxpr, plan.mesh, splits.rows)
     if plan.size > 1 and options.differentiates and options.batch_specs is None:
@@ -222,10 +221,7 @@ def _program(
 
 
 def _warn_of_whole(
-    traced: TracedLoss,
-    roles: Sequence[_batch.Role],
-    plan: Plan,
-    trace: Callable[[int], TracedLoss],
+    traced: TracedLoss, roles: Sequence[_batch.Role], plan: Plan, trace: Callable[[int], TracedLoss]
 ) -> None:
     """Warns of a loss that closes over its batch: every device would compute all of it.
 
@@ -240,11 +236,8 @@ def _warn_of_whole(
     read = itertools.chain(filter(is_var, jaxpr.outvars), *map(reads, jaxpr.eqns))
     if not arrays or not split.isdisjoint(read):
         return
-    try:
-        whole = trace(1).jaxpr if split else jaxpr
-    except Exception:  # it asserts how many rows there are
-        return
-    if _sizes(whole) != _sizes(jaxpr):
+    whole = _tried(trace, 1) if split else traced
+    if whole is None or _sizes(whole.jaxpr) != _sizes(jaxpr):
         return
     largest = max(arrays, key=np.size)
     rest = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
@@ -290,16 +283,22 @@ def _noted_rows(rows: int, ways: int, trace: Callable[[int], TracedLoss]) -> Ite
     try:
         yield
     except Exception as error:
-        with contextlib.suppress(Exception):
-            if ways > 1 and rows:
-                trace(1)
-                error.add_note(
-                    f"The loss sees {rows // ways} of the batch's {rows} rows at a time, and runs "
-                    f"on all {rows}. Write len(x) for a size that comes from {rows}, and pass an "
-                    "array with a row for each example in the batch. If the loss needs more rows "
-                    "at a time, pass a larger batch."
-                )
+        if ways > 1 and rows and _tried(trace, 1):
+            error.add_note(
+                f"The loss sees {rows // ways} of the batch's {rows} rows at a time, and runs on "
+                f"all {rows}. Write len(x) for a size that comes from {rows}, and pass an array "
+                "with a row for each example in the batch: a single row broadcasts with it. If the "
+                "loss needs more rows at a time, pass a larger batch."
+            )
         raise
+
+
+def _tried(trace: Callable[[int], TracedLoss], ways: int) -> TracedLoss | None:
+    """Traces the loss on one of so many parts of the batch. Returns None where that raises: a loss
+    may assert how many rows there are."""
+    with contextlib.suppress(Exception):
+        return trace(ways)
+    return None
 
 
 @contextlib.contextmanager
