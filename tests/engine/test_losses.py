@@ -186,11 +186,12 @@ def test_prints_inside_loops_and_remats_still_happen():
             jax.debug.callback(lambda: seen.append("layer"))
             return dense(x, layer)
 
-        def quiet(x, w):
+        def quiet(x, w, unread):
             jax.debug.callback(lambda: seen.append("remat"))
             return x @ w
 
-        jax.checkpoint(quiet)(batch["x"], params["shared"])  # its output is not used
+        # Its output is not used.
+        jax.checkpoint(quiet)(batch["x"], params["shared"], params["table"])
         return end(scan(body, batch["x"], params["a"]))
 
     jax.block_until_ready(jax.jit(sharded_grad(loss))(placed(), BATCH))

@@ -206,8 +206,8 @@ def dtypes_of(split: Split) -> dict[Var, set[np.dtype]]:
     for op in (op for op in split.main if isinstance(op, Nested)):
         inside = dtypes_of(op.split)
         for var, operand in zip(op.split.invars, op.operands, strict=True):
-            if isinstance(operand, Shard):
-                found.setdefault(operand.root, set()).update(inside.get(var, ()))
+            if isinstance(operand, Shard) and var in inside:
+                found.setdefault(operand.root, set()).update(inside[var])
     return found
 
 
