@@ -232,6 +232,14 @@ def frozen_inside(p, batch):
     return end(scan(body, batch["x"], p["a"]))
 
 
+def frozen_in_a_while_loop(p, batch):
+    """JAX cannot differentiate such a loop; here nothing in it has a gradient."""
+    w = lax.stop_gradient(p["shared"]) * (p["shared"] > 0).astype("float32")
+    turn = lambda carry: (carry[0] + 1, jnp.tanh(carry[1] @ w))
+    _, x = lax.while_loop(lambda carry: carry[0] < 2, turn, (0, batch["x"]))
+    return end(x @ p["shared"])
+
+
 def writes_to_a_ref(p, batch):
     """All layers of the stack are gathered at once: JAX differentiates this loop itself."""
     hidden = jax.new_ref(jnp.zeros((LAYERS, *batch["x"].shape)))
@@ -256,7 +264,7 @@ PROGRAMS = {
         layers_that_do_not_all_shard,
         constant_outputs, two_encoders, wider_before_the_scan,
         split_and_flipped, unstacked, frozen_where_used_once, frozen_inside,
-        writes_to_a_ref,
+        frozen_in_a_while_loop, writes_to_a_ref,
     )
 }  # fmt: skip
 PROGRAMS |= {f"remat_{k}": functools.partial(remat_body, v) for k, v in POLICIES.items()}

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.tree_util import register_dataclass
 
 from zerojax._fence import mark, wait
-from zerojax._jaxprs import Atom, Var, evaluate, is_var, type_of
+from zerojax._jaxprs import Atom, Var, evaluate, is_var, reads, type_of
 from zerojax._kernel import travel as _travel
 from zerojax._kernel.arrays import Gradient, Hook, Value, add, add_held, gradients, vary, zeros_like
 from zerojax._kernel.pieces import Op, Split
@@ -328,8 +328,8 @@ class Body:
         varies = self._by_var(wanted)
         varies |= dict(zip(self.split.gathers, self._want_gathered(wanted), strict=True))
         for eqn in self.split.prefix:
-            made = any(varies.get(v, False) for v in eqn.invars if is_var(v))
-            varies |= dict.fromkeys(eqn.outvars, made)
+            made = eqn.primitive.name != "stop_gradient" and any(map(varies.get, reads(eqn)))
+            varies |= {v: made and is_float(v.aval) for v in eqn.outvars}
         return [varies.get(v, False) for v in self.split.frontier]
 
 
