@@ -131,8 +131,9 @@ def run(wrapped, placed, options, calls=3):
         ({"stage": 2}, {"accumulate": 2}),
         ({"stage": 3, **HOST}, {"update": "backward"}),
         ({"stage": 3, "mesh": TWO, "axis": TWO.axis_names}, {}),
+        ({"stage": 3, "mesh": TWO, "axis": "data", "experts": {"other": "w"}}, {}),
     ],
-    ids=["accumulate", "offload in backward", "explicit axes"],
+    ids=["accumulate", "offload in backward", "explicit axes", "experts"],
 )
 def test_a_healthy_run_gives_the_same_bits(placed, options):
     assert run(every_second, placed, options) == run(same, placed, options)

@@ -105,8 +105,8 @@ class CompiledStep:
 
 
 def at_rest(results: PyTree, plan: Plan | None) -> PyTree:
-    """Returns `(state, metrics)` where each array of the state says that it is where it is, and
-    padded ones are known. Watches how experts fill their rooms.
+    """Returns `(state, metrics)`, and what a check adds to it, where each array of the state says
+    that it is where it is, and padded ones are known. Watches how experts fill their rooms.
 
     On meshes with Auto and Explicit axes, JAX says "device" of arrays that are in host memory.
     """
@@ -119,14 +119,14 @@ def at_rest(results: PyTree, plan: Plan | None) -> PyTree:
         parts = [shard.data for shard in leaf.addressable_shards]
         return jax.make_array_from_single_device_arrays(leaf.shape, place, parts)
 
-    state, *metrics = results
+    state, metrics, *sent = results
     if plan._offloads and len({*(plan._given_mesh or plan.mesh).axis_types}) > 1:
         leaves, treedef = jax.tree.flatten(state)
         state = treedef.unflatten(map(named, leaves, plan._shardings))
     _padding.remember_state(state, plan)
     if plan.experts:
-        _expert.watch(plan.experts, *metrics)
-    return state, *metrics
+        _expert.watch(plan.experts, metrics)
+    return state, metrics, *sent
 
 
 def _serialized(executable: jax.stages.Compiled) -> bytes:
