@@ -95,10 +95,16 @@ def narrow(x, w):
     return scanning(x, w, "bfloat16")
 
 
+def scaled(layer):
+    """A layer one of whose operands is computed from a weight."""
+    return lambda x, w: layer(x, {**w, "down": w["down"] / 2})
+
+
 def test_calls_that_repeat_are_derived_once_and_send_and_keep_what_others_do():
     """Each way there are two functions: the first layer's input has no gradient."""
     count = 6
-    programs = [lowered(in_a_loop(layer), layers(count)) for layer in (jax.jit(narrow), narrow)]
+    losses = [in_a_loop(scaled(layer)) for layer in (jax.jit(narrow), narrow)]
+    programs = [lowered(loss, layers(count)) for loss in losses]
     texts = [program.as_text() for program in programs]
     assert [functions(text, "narrow") for text in texts] == [4, 0]
     assert calls(texts[0], "narrow") == 2 * count
@@ -113,7 +119,10 @@ def test_calls_that_repeat_are_derived_once_and_send_and_keep_what_others_do():
 
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_of_calls_that_repeat_are_those_of_one_device(stage):
-    params, loss = layers(4), jax.jit(in_a_loop(jax.jit(scanning), jax.jit(dense)))
+    """One closes over an array, and one gathers for itself."""
+    mask = jnp.arange(DIM) % 3
+    kinds = map(jax.jit, (scanning, dense, lambda x, w: dense(x * mask, w), remat))
+    params, loss = layers(8), jax.jit(in_a_loop(*kinds))
     plan = planned(params, stage)
     grads = {"one": zerojax.value_and_grad(loss, plan)}
     grads["two"] = value_and_grad(loss, plan, accumulate=2)
