@@ -13,7 +13,7 @@ ifeq ($(wildcard /proc/driver/nvidia/version /dev/dxg /dev/kfd /dev/accel* /dev/
 export JAX_PLATFORMS ?= cpu
 endif
 .PHONY: demo test test-ci gpu-code tpu-code fuzz mutants foreign prerelease lint full-examples notebooks docs \
-  wheel hosted gpu-compile tpu-compile regressions release workflows clean
+  wheel hosted gpu-compile tpu-compile regressions first-steps release workflows clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
@@ -151,6 +151,9 @@ tpu-compile: $(VENV)/.test
 regressions: gpu-compile
 	$(BIN)/python benchmarks/compiled.py --check
 	$(BIN)/python benchmarks/wires.py --check
+
+first-steps: $(VENV)/.test
+	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/first_step.py --check
 
 clean:
 	rm -rf .venv
