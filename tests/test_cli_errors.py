@@ -13,6 +13,17 @@ NAMED = ("mymodel:model", *G8, "--axis")
 BAD = {
     "unknown preset": (("forecast", "3x"), "no preset '3x'. Name one of 124m"),
     "failing": (("audit", "mymodel:failing"), "no data at all"),
+    "no file": (("forecast", "absent.py:model"), "absent.py. Name one seen from this directory."),
+    "unknown argument": (
+        ("forecast", "theirs:of", "--set", "rows=4"),
+        "of(layers=2, *, width=4): got an unexpected keyword argument 'rows'. Pass its",
+    ),
+    "experts of no axis": (
+        ("forecast", "mymodel:model", *G8, "--experts", "expert=w"),
+        "'expert' of experts= is no axis of the mesh, whose axes are ('data',). Name one of them, "
+        "or pass a mesh that has it: mesh=zerojax.mesh(data=-1, expert=2), to a command --mesh "
+        "data=-1,expert=2.",
+    ),
     "syntax": (("forecast", "broken:model"), "broken:model cannot be imported: "),
     "theirs": (("forecast", "theirs:f"), "KeyError: 'missing' ("),
     "chosen step": (("forecast", "mymodel:step", "--choose"), "To --choose, return (loss_fn, mak"),
@@ -47,14 +58,14 @@ BAD = {
 }
 
 # Found where the step is made for GPUs.
-COMPILED = ("untraceable",)
+COMPILED = ("untraceable", "experts of no axis")
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_a_line_with_a_remedy(case, run, module, tmp_path):
     module("mymodel", fakes.MODEL)
     module("broken", "def model(:\n")
-    module("theirs", "def f():\n    return {}['missing']\n")
+    module("theirs", "def f():\n    return {}['missing']\n\ndef of(layers=2, *, width=4): pass\n")
     (tmp_path / "damaged.hlo").write_text("%f (a: f32[]) -> f32[] {\n")
     (tmp_path / "binary.hlo").write_bytes(bytes(range(128, 256)))
     arguments, message = BAD[case]
@@ -82,7 +93,8 @@ forecast 124m --update x
 def test_bad_usage(run):
     for arguments in USAGE.splitlines():
         code, out, err = run(*arguments.split())
-        assert (code, out) == (2, "") and "usage: zerojax" in err, arguments
+        assert (code, out) == (2, "") and err.startswith("usage: zerojax "), arguments
+        assert ": error: " in err and err.count("\n") == 2, "the usage, then the error"
 
 
 def test_tracebacks_on_request(run, monkeypatch):

@@ -134,8 +134,9 @@ def with_options(tree: Any = ONE, mesh: Any = None, **options: Any) -> Any:
         (with_options(experts={"expert": "a||b"}), "empty alternative: it matches every path"),
         (
             with_options(experts={"ep": "experts"}),
-            "experts= over 'ep' is no axis of the mesh, whose axes are ('data', 'expert'). Name "
-            "one of them, or pass a mesh that has it: mesh=zerojax.mesh(data=-1, ep=2), say.",
+            "'ep' of experts= is no axis of the mesh, whose axes are ('data', 'expert'). Name one "
+            "of them, or pass a mesh that has it: mesh=zerojax.mesh(data=-1, ep=2), to a command "
+            "--mesh data=-1,ep=2.",
         ),
         (
             with_options(experts={"experts/": "expert"}),

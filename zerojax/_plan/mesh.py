@@ -89,11 +89,11 @@ def resolve(
     _check_mesh(mesh)
     axes, names = as_names(axis), beyond(mesh.axis_names, (sequence, experts))
     more = tuple(filter(None, (sequence, experts)))
-    options = (f"sequence={sequence!r}", sequence), (f"experts= over {experts!r}", experts)
+    options = (f"sequence={sequence!r}", sequence), (f"{experts!r} of experts=", experts)
     for option, name in options:
         if name and name not in mesh.axis_names:
-            such_as = f"mesh=zerojax.mesh(data=-1, {name}=2), say"
-            remedy = f"Name one of them, or pass a mesh that has it: {such_as}."
+            such_as = f"zerojax.mesh(data=-1, {name}=2), to a command --mesh data=-1,{name}=2"
+            remedy = f"Name one of them, or pass a mesh that has it: mesh={such_as}."
             if name == experts and pattern in mesh.axis_names:
                 remedy = f"The axis comes before the pattern: experts={{{pattern!r}: {name!r}}}."
             raise ValueError(

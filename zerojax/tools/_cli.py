@@ -330,6 +330,8 @@ def _of_function(name: str, arguments: Mapping[str, object]) -> Ingredients:
     if module.endswith(".py"):  # as Python runs a script: it can import the files beside it
         path = pathlib.Path(module).absolute()
         folder, module = str(path.parent), path.stem
+        if not path.exists():
+            raise ValueError(f"there is no file {path}. Name one seen from this directory.")
     sys.path.insert(0, folder)
     try:
         call = getattr(importlib.import_module(module), function)

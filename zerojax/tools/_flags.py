@@ -195,6 +195,7 @@ def parser(runs: Mapping[str, Callable[..., object]]) -> argparse.ArgumentParser
     commands = parser.add_subparsers(required=True, metavar="command")
     # Which leaves texts below flags, and the command in them, as they are.
     style: Keywords = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    style["usage"] = "%(prog)s [options] ..."  # which errors print; --help lists the rest
     for name, run in runs.items():
         about = " ".join((run.__doc__ or "").split()).partition(".")[0]
         command = commands.add_parser(name, help=about, description=about, **style)
