@@ -72,6 +72,10 @@ def nnx_model():
     return nnx.Linear(64, 16, rngs=nnx.Rngs(0))
 
 
+def at_a_traced_rate(rate):
+    return zerojax.shard_train_state(lambda: made(optax.sgd(optax.linear_schedule(rate, 0.0, 9))))
+
+
 def pair():
     return zerojax.plan((made().params, ())).place((made().params, ()))
 
@@ -136,6 +140,11 @@ IN_ANOTHERS_PLACE = [
     (
         lambda: process_slice(16, like=8),
         r"like= has the type int, which carries no plan\. Pass the plan, a s",
+    ),
+    (
+        lambda: jax.jit(at_a_traced_rate)(0.1),
+        r"reads a value that jax.jit traces: float32\[\]. Make and shard the state outside of jax.*"
+        r"is a schedule, or optax.inject_hyperparams",
     ),
     (lambda: zerojax.mean(BATCH, where=BATCH), r"float32.*takes no weights. Pass weights > 0"),
     (lambda: pad_batch(["a"]), r"batch leaf 0 is a str.*leave it out of the batch"),

@@ -302,11 +302,21 @@ def state_of(make_state: Callable[[], PyTree]) -> PyTree:
         calls.append((fields, is_traced, list(map(id, kept))))
         return list(itertools.compress(leaves, is_traced)), kept
 
-    run = jaxpr_as_fun(jax.make_jaxpr(arrays)())
+    run = jaxpr_as_fun(closed := jax.make_jaxpr(arrays)())
     fields, is_traced, kept = calls[0]
     if kept:
         # XLA leaves out the rest. Compiled first, it runs now instead of in the outer trace.
-        values = jax.jit(lambda: run()[-len(kept) :]).lower().compile()()
+        try:
+            values = jax.jit(lambda: run()[-len(kept) :]).lower().compile()()
+        except TypeError as error:  # it has inputs: tracers of an outer trace
+            outer = [f"{x.dtype}{list(x.shape)}" for x in closed.consts if isinstance(x, Tracer)]
+            if not outer:
+                raise
+            raise TypeError(
+                "the optimizer, or another static field of the state, reads a value that jax.jit "
+                f"traces: {', '.join(outer)}. Make and shard the state outside of jax.jit. A rate "
+                "that changes is a schedule, or optax.inject_hyperparams puts it into the state."
+            ) from error
         known = dict(zip(kept, values, strict=True))
         fields = _patches.replaced(fields, lambda tracer: known[id(tracer)])
     leaves, treedef = jax.tree.flatten(fields)
