@@ -76,6 +76,10 @@ def at_a_traced_rate(rate):
     return zerojax.shard_train_state(lambda: made(optax.sgd(optax.linear_schedule(rate, 0.0, 9))))
 
 
+def masked(params, batch):
+    return zerojax.mean(batch @ params["w"], where=batch[:, 0] > 0)
+
+
 def pair():
     return zerojax.plan((made().params, ())).place((made().params, ()))
 
@@ -173,6 +177,10 @@ WRONG = [
     (train(state=made), r"not placed.*First: state = zerojax.shard_train"),
     (train(state=pair), r"a tuple cannot carry its plan.*plan=plan, tx=tx\), with plan = zerojax"),
     (train(state=lambda: {"params": pair()[0], "opt_state": ()}), r"a dict cannot carry its plan"),
+    (
+        train(masked, np.ones((32, 64), np.float32)),
+        r"mask of shape \(4,\) .* values of shape \(4, 16\), .*one device's .*pass mask\[:, None\]",
+    ),
     (of_other_plan, r"stage 3 on 8 devices.*stage 1 on 2.*plan.place"),
 ]
 # All that the message says of a batch of 60 rows.

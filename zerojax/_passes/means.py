@@ -78,6 +78,14 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
             f"zerojax.mean(values, where=mask): the mask is of dtype {mask.dtype}, and where= "
             "takes no weights. Pass weights > 0, and weigh the values yourself."
         )
+    try:
+        mask = jnp.broadcast_to(mask.astype(bool), values.shape)
+    except ValueError:
+        raise ValueError(
+            f"zerojax.mean(values, where=mask): a mask of shape {mask.shape} does not broadcast to "
+            f"values of shape {values.shape}, which in a step are those of one device's part of "
+            "the batch. With an element for each row, pass mask[:, None]."
+        ) from None
     bound = _compat.bound_axes() or AXES.get()
     axes = tuple(axis for axis in bound if axis != TOKENS.get())
 
@@ -91,7 +99,7 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
         any_true = count > 0
         return jnp.where(any_true, total / jnp.where(any_true, count, 1), 0).astype(values.dtype)
 
-    return jax.jit(zerojax_mean)(values, jnp.broadcast_to(mask.astype(bool), values.shape))
+    return jax.jit(zerojax_mean)(values, mask)
 
 
 @functools.partial(jax.jit, static_argnums=1)
