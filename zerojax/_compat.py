@@ -461,6 +461,7 @@ NO_CLUSTER = "coordinator_address"  # nothing around tells JAX of the other proc
 NO_SUCH_OPTION = "No such compile option"
 STILL_READ = "external reference"  # donated memory that numpy reads
 SPEC_OF_FILE = " [tensorstore_spec"  # then pages of it
+NO_KEY = "invalid PRNG key data.*got ndim=0"  # a number
 NO_NAMES = "__contains__"  # an array is asked for names
 NAMED_TWICE = r"multiple values for keyword argument '(\w+)'"
 MISSING = r"missing \d+ required {} arguments?: (.+)"

@@ -145,6 +145,7 @@ IN_ANOTHERS_PLACE = [
         lambda: process_slice(16, like=8),
         r"like= has the type int, which carries no plan\. Pass the plan, a s",
     ),
+    (lambda: NOISY(placed(), BATCH, 0), r"no random key. Pass a step jax.random.key\(0\) after"),
     (
         lambda: jax.jit(at_a_traced_rate)(0.1),
         r"reads a value that jax.jit traces: float32\[\]. Make and shard the state outside of jax.*"

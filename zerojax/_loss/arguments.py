@@ -29,6 +29,20 @@ ELSEWHERE = {  # remedies for an argument on other devices
     "rng": "Pass one that was not moved by jax.device_put: jax.random.key(n).",
 }
 
+NOTES = {  # remedies for what JAX says
+    _compat.NOT_COMPILED_FOR: "A compiled step is for one plan, one optimizer object and one shape "
+    "of batches. For others, such as a smaller last batch, call the step that it was compiled "
+    "from, or compile that for them too: step.compile(state, batch).",
+    _compat.OTHER_AXIS_TYPES: "JAX compiles a callback only where all meshes have the same types "
+    "of axes. Place the state on a mesh of Auto axes, as zerojax.mesh makes it.",
+    _compat.ORDERED: "JAX runs ordered effects on one device only. Leave ordered=True out of "
+    "jax.debug.print and callbacks: each device then calls them for its own rows.",
+    _compat.NO_KEY: "A number is no random key. Pass a step jax.random.key(0) after the batch.",
+    _compat.STILL_READ: "numpy still reads an array of the state: for state in host memory, "
+    "jax.device_get and np.asarray return the memory itself, which the step reuses. Copy it, "
+    "jax.tree.map(np.array, state.params), or pass donate=False.",
+}
+
 
 @contextlib.contextmanager
 def explained(args: tuple, named: dict[str, PyTree], plan: Plan | None) -> Iterator[None]:
@@ -69,12 +83,6 @@ def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> 
             _check_devices(name, tree, plan)
     if isinstance(error, jax.errors.JaxRuntimeError) and _compat.said(error, _compat.OUT_OF_MEMORY):
         error.add_note(_out_of_memory(plan))
-    if isinstance(error, TypeError | ValueError) and _compat.said(error, _compat.NOT_COMPILED_FOR):
-        error.add_note(
-            "A compiled step is for one plan, one optimizer object and one shape of batches. For "
-            "others, such as a smaller last batch, call the step that it was compiled from, or "
-            "compile that for them too: step.compile(state, batch)."
-        )
     if any(map(_compat.is_mapped, jax.tree.leaves(arguments))):
         error.add_note(
             "jax.vmap is around value_and_grad, which splits what it gets over the devices. For "
@@ -88,22 +96,9 @@ def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> 
             f"state is placed on another one, {dict(plan.mesh.shape)}. Set the state's, "
             "jax.set_mesh(mesh), or none, or place the state on the one that is set: mesh=mesh."
         ) from error
-    if _compat.said(error, _compat.OTHER_AXIS_TYPES):
-        error.add_note(
-            "JAX compiles a callback only where all meshes have the same types of axes. Place the "
-            "state on a mesh of Auto axes, as zerojax.mesh makes it."
-        )
-    if _compat.said(error, _compat.ORDERED):
-        error.add_note(
-            "JAX runs ordered effects on one device only. Leave ordered=True out of "
-            "jax.debug.print and callbacks: each device then calls them for its own rows."
-        )
-    if _compat.said(error, _compat.STILL_READ):
-        error.add_note(
-            "numpy still reads an array of the state: for state in host memory, jax.device_get and "
-            "np.asarray return the memory itself, which the step reuses. Copy it, "
-            "jax.tree.map(np.array, state.params), or pass donate=False."
-        )
+    for words, note in NOTES.items():
+        if _compat.said(error, words):
+            error.add_note(note)
     if isinstance(error, flax.errors.ScopeParamShapeError):
         error.add_note(
             "If print(plan) shows that zerojax pads this parameter, so that the devices divide "
