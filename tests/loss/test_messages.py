@@ -72,6 +72,13 @@ def nnx_model():
     return nnx.Linear(64, 16, rngs=nnx.Rngs(0))
 
 
+def with_a_key_for_streams():
+    model = nnx_model()
+    pair = zerojax.nnx.shard(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
+    step = zerojax.nnx.train_step(lambda model, x, rngs: model(x + rngs.noise()).mean())
+    step(*pair, BATCH, KEY)
+
+
 def at_a_traced_rate(rate):
     return zerojax.shard_train_state(lambda: made(optax.sgd(optax.linear_schedule(rate, 0.0, 9))))
 
@@ -251,6 +258,7 @@ SAID = {
     TypeError: [*IN_ANOTHERS_PLACE, *RETURNED],
     ValueError: [*WRONG, *BATCHES, *PADDED],
     NameError: NAMES,
+    AttributeError: [(with_a_key_for_streams, r"pass the step a nnx.Rngs after the batch, not a")],
 }
 
 

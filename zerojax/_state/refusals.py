@@ -247,6 +247,10 @@ def called(
     """Returns `loss_fn(*args, **fields)`; names these arguments if the loss takes others."""
     try:
         return loss_fn(*args, **fields)
+    except AttributeError as error:
+        if model != "params" and any(error.obj is rng for rng in args[2:]):
+            error.add_note("For streams, pass the step a nnx.Rngs after the batch, not a key.")
+        raise
     except TypeError as error:
         if accepts(loss_fn, args, fields):
             raise  # the error comes from within the loss
