@@ -215,17 +215,34 @@ def test_a_rule_that_clips_the_gradient_of_a_part_is_named(key):
     assert verified(rows, X, *key).ok and verified(loss, X, *key, whole_batch=False).ok
 
 
-def test_a_loss_balanced_by_itself_is_named():
+def balanced(mean, params, x):
     """Its value is 1 on any part; its gradient is that of the logarithm of a part's mean."""
+    error = jnp.mean((x @ params["w"]) ** 2)
+    return error / lax.stop_gradient(mean(error))
 
-    def balanced(mean, params, x):
-        error = jnp.mean((x @ params["w"]) ** 2)
-        return error / lax.stop_gradient(mean(error))
 
-    report = verified(functools.partial(balanced, lambda x: x), X)
+def diverse(dtype, mean, params, x):
+    """A mean, and an entropy that is too small to be seen beside it."""
+    y = x.astype(dtype) @ params["w"].astype(dtype)
+    shares = mean(jax.nn.softmax(y).astype(jnp.float32).mean(0))
+    return jnp.mean(y.astype(jnp.float32) ** 2) + 1e-3 * jnp.sum(shares * jnp.log(shares))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        balanced,
+        functools.partial(diverse, jnp.float32),
+        functools.partial(diverse, jnp.bfloat16),
+    ],
+    ids=["balanced", "diverse", "of 16 bits"],
+)
+def test_a_gradient_that_differs_where_the_loss_does_not_is_named(loss):
+    report = verified(functools.partial(loss, lambda x: x), X)
     assert [c.path for c in report.wrong] == ["grads on the whole batch/w"], str(report)
     assert "stop_gradient" in report.causes[0] and "jax.lax.pmean(x, 'data')" in report.causes[0]
-    assert verified(functools.partial(balanced, lambda x: lax.pmean(x, "data")), X).ok
+    report = verified(functools.partial(loss, lambda x: lax.pmean(x, "data")), X)
+    assert report.ok, str(report)
 
 
 def test_a_rule_in_a_loss_that_rounds_to_16_bits_is_not_blamed():

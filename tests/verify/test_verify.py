@@ -38,7 +38,7 @@ def test_right_steps_pass(stage, accumulate):
     assert report.ok and not report.causes and not report.notes, str(report)
     kinds = {check.kind for check in report.checks}
     assert kinds == {"loss", "grad_norm", "gradient", "params", "opt_state", "other"}
-    assert len(report.checks) == 2 + 1 + 1 + 3 + 1 + 1  # metrics, grads, params, Adam, step, whole
+    assert len(report.checks) == 2 + 1 + 1 + 3 + 1 + 2  # metrics, grads, params, Adam, step, whole
     assert list(report.losses.values()) == pytest.approx([PLAIN] * 3, rel=1e-6)
     assert {check.verdict for check in report.checks} == {"ok"}
 
@@ -167,7 +167,7 @@ def test_noise_that_adam_blows_up_is_no_false_alarm():
     report = verified(attention, x, state=placed(params))
     assert report.ok, str(report)
     unseen = {c.path: c for c in report.checks if c.verdict == "too small to tell"}
-    assert {"grads/bias", "params/bias"} <= unseen.keys() and len(unseen) <= 4
+    assert {"grads/bias", "params/bias"} <= unseen.keys() and len(unseen) <= 5
     assert 0 < unseen["params/bias"].scale <= unseen["params/bias"].tolerance
 
 
@@ -203,6 +203,47 @@ def test_gradients_that_are_reduced_wrongly_are_caught(loss, compute, factor, ok
     report = verified(loss, made={"precision": compute and zerojax.Precision(compute)})
     wrong = {check.path for check in report.wrong}
     assert report.ok == ok and (ok or wrong >= {"grads/w", "grad_norm"}), report
+
+
+def of_16_bits(dtype, kept, params, batch, mean=jnp.mean):
+    """A model that computes in a narrow dtype of its own; `kept`, what it may not widen."""
+    w, h = params["w"].astype(dtype), batch["x"].astype(dtype)
+
+    @jax.checkpoint
+    def layer(h, _):
+        return jax.nn.relu(kept(h @ w)) @ w.T * dtype.type(0.5), None
+
+    h = lax.scan(layer, h, length=2)[0].astype(jnp.float32)
+    return 1 + 1e-2 * mean(h[:, 0], where=batch["mask"])  # alike on all parts but for 0.1%
+
+
+def bits(x):
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16), x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept", "mean", "ok"),
+    [
+        ("bfloat16", lambda x: x, jnp.mean, False),
+        ("bfloat16", lambda x: x, zerojax.mean, True),
+        ("bfloat16", bits, zerojax.mean, True),
+        ("bfloat16", bits, jnp.mean, True),  # rounded as ever
+        (
+            "float16",
+            jax.jit(lambda x: lax.cond(x[0, 0] > 0, jnp.tanh, jnp.sin, x)),
+            jnp.mean,
+            False,
+        ),
+    ],
+)
+def test_a_model_that_rounds_to_16_bits_hides_no_mask(dtype, kept, mean, ok):
+    loss = functools.partial(of_16_bits, np.dtype(dtype), kept, mean=mean)
+    report = verified(loss, MASKED)
+    assert {c.path for c in report.wrong} == (set() if ok else {"loss on the whole batch"}), report
+    limits = {c.path: c.tolerance for c in report.checks}
+    assert limits["loss on the whole batch"] < 2e-5 or kept is bits
+    assert ("grads on the whole batch/w" in limits) == (ok and kept is not bits)
+    assert ok or "by a masked mean: use zerojax.mean" in report.causes[0]
 
 
 # -- what is not finite
@@ -246,11 +287,11 @@ def test_parts_are_replayed_one_at_a_time_unless_they_speak_to_each_other(mean):
 def test_the_report_prints_worst_first_and_turns_into_json():
     report = check_by_hand("sum", devices=8)
     lines = str(report).splitlines()
-    assert lines[0].startswith("wrong: 3 of 6 comparisons")  # Adam hides it from params
+    assert lines[0].startswith("wrong: 3 of 7 comparisons")  # Adam hides it from params
     assert [c.path for c in report.wrong] == ["opt_state/0/nu/w", "loss", "opt_state/0/mu/w"]
     excess = [c.excess for c in report.wrong]
     assert excess == sorted(excess, reverse=True)
-    with pytest.raises(AssertionError, match="wrong: 3 of 6 comparisons"):
+    with pytest.raises(AssertionError, match="wrong: 3 of 7 comparisons"):
         report.check()
     told = json.loads(json.dumps(report.to_dict()))
     assert told["ok"] is False and told["checks"][0]["path"] == report.checks[0].path

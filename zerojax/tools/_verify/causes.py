@@ -182,13 +182,16 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
     return likely
 
 
-def of_the_rule(reference: Reference) -> str:
+def of_the_gradients(reference: Reference) -> str:
     """Returns the cause of gradients that differ although the loss does not."""
+    once = ", with accumulate=1" if reference.microbatches > 1 else ""
     return (
-        "The loss of the whole batch is the mean over its parts, and its gradient is not: a rule "
-        "of the loss (jax.custom_vjp), or a stop_gradient, does with a part what it should do with "
-        "each example, such as clip its gradient, jax.vmap, or with the whole batch, "
-        f"jax.lax.pmean(x, {reference.axis_name}). Or accept it with whole_batch=False."
+        "The loss of the whole batch is the mean over its parts, up to rounding, and its gradient "
+        "is not. Either a small term of the loss is no mean over examples, such as a balance of "
+        "experts or the entropy of a mean: take means in it over all devices, "
+        f"jax.lax.pmean(x, {reference.axis_name}){once}. Or a rule (jax.custom_vjp) or a "
+        "stop_gradient does with a part what it should do with each example, such as clip its "
+        "gradient, jax.vmap, or with such a mean. Or accept it with whole_batch=False."
     )
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from jax.extend.core import Jaxpr, Primitive
 from jax.extend.random import define_prng_impl
 from jax.sharding import AbstractMesh, AxisType
-from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._features import finite as _finite
@@ -40,6 +39,7 @@ from zerojax._wire.codecs import NOISE, QuantizedWire, rules_of
 from zerojax.tools._verify import compare as _compare, decoded as _decoded
 from zerojax.tools._verify.compare import WRONG, ByName, Check, Spreads
 from zerojax.tools._verify.decoded import InTwoLeaves
+from zerojax.tools._verify.widened import BITS, in_float32, widened
 
 # Where weights or gradients travel quantized, gradients may be off by these multiples of the
 # quantization noise, relative to their largest element.
@@ -63,17 +63,7 @@ class Replayed:
     aux: PyTree
     grads: PyTree  # None where nothing was differentiated
     jaxpr: Jaxpr  # of the loss on one part
-    compute: DTypeLike | None  # the dtype that its inputs are cast to
-
-    @functools.cached_property
-    def dtype(self) -> np.dtype:
-        """The least precise floats that the loss computes in, at any depth, or that its gradients
-        come in: a loss may widen inputs that were cast, but gradients are rounded all the same."""
-        avals = [v.aval for eqn in _compat.every_eqn(self.jaxpr) for v in eqn.outvars]
-        dtypes = [getattr(aval, "dtype", jnp.int32) for aval in avals]
-        dtypes += [] if self.compute is None else [self.compute]
-        floats = [jnp.dtype(d) for d in dtypes if jnp.issubdtype(d, jnp.floating)]
-        return max([jnp.dtype(jnp.float64), *floats], key=lambda d: float(jnp.finfo(d).eps))
+    dtype: np.dtype  # the least precise floats that were computed in, at any depth
 
     @property
     def loss(self) -> float:
@@ -102,9 +92,7 @@ class Reference:
         sizes |= dict.fromkeys(sorted(plan._absent), 1)
         self.split: Sizes = {**sizes, MICROBATCH_AXIS: recipe.options.accumulate}
         self.has_keys = any(role.kind == _batch.KEY for role in self.roles)
-        dtypes = [self.precision.compute, *(p.dtype for p in plan.params)]
-        floats = [d for d in dtypes if d is not None and jnp.issubdtype(d, jnp.floating)]
-        self.computes_narrow = any(jnp.finfo(d).bits < 32 for d in floats)
+        self.widens = False  # floats of 16 bits or fewer to float32
         # Whether the step skips updates that are not finite.
         self.may_skip = recipe.options.skip_nonfinite or _finite.scale_of(self.state) is not None
         self._update = jax.jit(self._updated)
@@ -152,14 +140,16 @@ class Reference:
         finite = loss_is_finite & jnp.isfinite(grad_norm(grads))
         return _finite.guarded(finite, new_state, state, self.recipe.options.mutable)
 
-    def with_draws_alike(self) -> "Reference":
-        """Returns the same with keys from which every draw is the same number, on any part.
+    def comparable(self, widens: bool) -> "Reference":
+        """Returns the same in float32, if it `widens`, and with keys from which every draw is the
+        same number, on any part.
 
         The keys of the streams in a nnx model, too: the step folds them by an argument.
         """
         other = copy.copy(self)
+        other.widens = widens
         other.args = self._changed(_batch.KEY, lambda key, _: alike(key))
-        if hasattr(self.state, "with_streams"):
+        if self.has_keys and hasattr(self.state, "with_streams"):
             other.state = self.state.with_streams(alike)
         return other
 
@@ -187,8 +177,7 @@ class Reference:
         differentiate: bool = True,
         fold: bool = True,
     ) -> Replayed:
-        """Evaluates the loss on every part: with gradients in the step's dtype, without them at
-        least in float32.
+        """Evaluates the loss on every part.
 
         One part after the other, so that the activations of only one are alive; all at once where
         the parts communicate (`zerojax.mean`, BatchNorm over an axis of the mesh). As in a step,
@@ -200,29 +189,32 @@ class Reference:
         doing = f"verify: replaying {batch} on one device"
         leaves, treedef = jax.tree.flatten(self.args if args is None else args)
         pairs = list(zip(leaves, self.roles if roles is None else roles, strict=True))
-        widens = self.computes_narrow and not differentiate
-        compute = jnp.float32 if widens else self.precision.compute
         params, names = _state.get_params(self.state), self.recipe.options.mutable
         # In place of a mesh: there may be fewer devices than parts.
         auto = (AxisType.Auto,) * len(split)
         mesh: PyTree = AbstractMesh((*split.values(),), (*split,), axis_types=auto)
         full = jax.tree.structure(params).unflatten(map(self.plan._seen_by_loss, self.plan.params))
+        dtypes = self.precision.compute, self.precision.param
         shapes = [_batch.part_shape(value, role, ways) for value, role in pairs]
-        shapes = seen_in([full, *treedef.unflatten(shapes)], compute, self.precision.param)
+        shapes = seen_in([full, *treedef.unflatten(shapes)], *dtypes)
         loss_fn = with_fields(self.recipe.loss_fn, self.state, names)
         over, explicit = (mesh, tuple(split)), self.plan._explicit_mesh
         with working(doing):
             traced = trace_loss(loss_fn, shapes, None, *over, names, explicit=explicit)
-        closed_over = self.moved(traced.closed_over)
+        jaxpr, closed_over = traced.jaxpr, self.moved(traced.closed_over)
+        values, paramdef = jax.tree.flatten(params)
+        if self.widens:
+            jaxpr, closed_over = in_float32(jaxpr), [*map(widened, closed_over)]
+            values = [*map(widened, values)]
         share, factor = exact_share(ways)
 
         def mean_loss(floats: Inputs, same: Inputs, part: Inputs) -> tuple[jax.Array, list]:
             every = floats | same | part
-            inputs = cast_floats([every[i] for i in range(len(every))], compute)
-            loss, *aux = map(jnp.asarray, _compat.run_jaxpr(traced.jaxpr, [*inputs, *closed_over]))
+            dtypes = [type_of(var).dtype for var in jaxpr.invars]
+            inputs = [cast_floats(every[i], dtypes[i]) for i in range(len(every))]
+            loss, *aux = map(jnp.asarray, _compat.run_jaxpr(jaxpr, [*inputs, *closed_over]))
             return loss.astype(wide(loss.dtype)) * share, aux
 
-        values, paramdef = jax.tree.flatten(params)
         every = dict(enumerate([*values, *(_parts(v, role, split, fold) for v, role in pairs)]))
         floats = {i: v for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)}
         varies = (role.kind != _batch.REPLICATED for _, role in pairs)
@@ -233,6 +225,7 @@ class Reference:
         # The types of arrays that were traced for a mesh name that mesh, or one replayed earlier
         # (JAX caches inner calls). Arrays of two meshes cannot be added.
         with working(doing), _ragged_dots_in_turn(traced.jaxpr):
+            dtype = _least_precise(run.trace(floats, same, parts).jaxpr.jaxpr)
             losses, aux, grads = self.moved(run(floats, same, parts))
         if grads is not None:
             each = enumerate(values)
@@ -240,7 +233,7 @@ class Reference:
             total = [grads[i] * factor if trained[i] else zero_gradient(v) for i, v in each]
             grads = paramdef.unflatten(total)
         aux = jax.tree.structure(traced.aux).unflatten(aux)
-        return Replayed(np.asarray(losses) / share, aux, grads, traced.jaxpr, compute)
+        return Replayed(np.asarray(losses) / share, aux, grads, traced.jaxpr, dtype)
 
     def moved(self, tree: PyTree) -> PyTree:
         """Moves every leaf to the device, one at a time.
@@ -268,6 +261,14 @@ class Reference:
         params = [p.dtype for p in self.plan.params if jnp.issubdtype(p.dtype, jnp.floating)]
         dtypes = [replayed.dtype, *sent, *params]
         return max([_compare.tolerance_for(dtypes, self.device.platform), *noise])
+
+
+def _least_precise(jaxpr: Jaxpr) -> np.dtype:
+    """Returns the least precise floats that a program computes; bits that it reads are exact."""
+    eqns = (eqn for eqn in _compat.every_eqn(jaxpr) if eqn.primitive.name != BITS)
+    dtypes = [getattr(v.aval, "dtype", jnp.int32) for eqn in eqns for v in eqn.outvars]
+    floats = [jnp.dtype(d) for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+    return max([jnp.dtype(jnp.float64), *floats], key=lambda d: float(jnp.finfo(d).eps))
 
 
 def _parts(value: jax.Array, role: _batch.Role, split: Sizes, fold: bool) -> jax.Array:

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._declared import checked
-from zerojax._jaxprs import inferred, type_of
+from zerojax._jaxprs import inferred
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields, without_fields
@@ -24,6 +24,7 @@ from zerojax._types import Device, PyTree
 from zerojax.tools._verify import causes as _causes, compare as _compare, rehearse as _rehearse
 from zerojax.tools._verify.compare import NOT_FINITE, RIGHT, Check, Verification, largest
 from zerojax.tools._verify.reference import DRAWS, Comparison, Reference, Replayed, averaged
+from zerojax.tools._verify.widened import can_widen
 
 WHOLE_BATCH = "loss on the whole batch"
 # One device rounds batches of both sizes alike, whatever the dtype.
@@ -233,58 +234,53 @@ def _takes_the_whole_batch(comparison: Comparison) -> bool:
 def _compare_meaning(
     report: Verification, reference: Reference, parts: Replayed, tolerance: float | None
 ) -> None:
-    """Compares loss and updated fields on the whole batch with those on its parts; gradients too,
-    where the loss does not tell of them: a rule makes them, or a number of the part stands still.
-    In 16 bits, the gradient of a bias is a sum over rows that rounds otherwise in a part."""
-    is_narrow = reference.computes_narrow or parts.dtype.itemsize < 4
-    hides = not is_narrow and any(map(_hides_gradients, _compat.every_eqn(parts.jaxpr)))
-    comparable = _comparable(reference, parts, hides)
+    """Compares what a loss returns on the whole batch with that on its parts, and gradients."""
+    comparable = _comparable(reference, parts)
     if comparable is None:
         report.notes.append(DRAWS_DIFFER)
         return
     reference, compared = comparable
-    where = ", in float32" if reference.computes_narrow else ""
+    where = ", in float32" if reference.widens else ""
     where += ", all random numbers alike" if reference.has_keys else ""
     if compared is not parts:
         report.losses[f"mean over the parts{where}"] = compared.loss
-    whole = reference.replay(reference.in_one, differentiate=hides)
+    whole = reference.replay(reference.in_one, differentiate=compared.grads is not None)
     report.losses[f"the whole batch at once{where}"] = whole.loss
     if tolerance is None:
-        tolerance = min(reference.tolerance(whole) / 2, MEANING_TOLERANCE)
+        rounding = _compare.tolerance_for([whole.dtype], reference.device.platform)
+        tolerance = min(rounding / 2, MEANING_TOLERANCE)
     limit = tolerance * largest([*compared.losses, whole.loss])
     check = _compare.compare(WHOLE_BATCH, "loss", np.asarray(compared.loss), whole.loss, limit)
     report.checks.append(check)
     if check.is_wrong:
         report.causes.append(_causes.of_the_loss(reference, compared, whole.loss, tolerance))
-    elif hides:
-        limits = _compare.gradient_limits(whole.grads, report.tolerance)
+    elif whole.grads is not None and whole.dtype.itemsize >= 4:
+        limits = _compare.gradient_limits(whole.grads, 2 * tolerance)
         trees = compared.grads, whole.grads, limits
         checks = [*_compare.compare_trees("grads on the whole batch", "gradient", *trees)]
         report.checks += checks
-        report.causes += [_causes.of_the_rule(reference)] * any(check.is_wrong for check in checks)
+        if any(check.is_wrong for check in checks):
+            report.causes.append(_causes.of_the_gradients(reference))
     _causes.check_fields_of_whole(report, reference, compared, whole, tolerance)
 
 
-def _hides_gradients(eqn: JaxprEqn) -> bool:
-    """Whether a gradient may be wrong where the loss is right, as that of x / stop_gradient(x)."""
-    stops = eqn.primitive.name == "stop_gradient" and not type_of(eqn.outvars[0]).shape
-    return stops or eqn.primitive.name == "custom_vjp_call"
-
-
-def _comparable(
-    reference: Reference, parts: Replayed, differentiate: bool
-) -> tuple[Reference, Replayed] | None:
+def _comparable(reference: Reference, parts: Replayed) -> tuple[Reference, Replayed] | None:
     """Returns a reference whose parts compare with the whole batch, and these parts; or None.
 
-    A wide dtype, and one random number for all: else dropout of the whole batch is another sample.
+    Rounding to 16 bits hides what a loss means, and dropout of the whole batch is another sample:
+    floats are float32, and all random numbers one. A rule of the user's own (`jax.custom_vjp`) may
+    round as before, so that gradients do not compare.
     """
     if reference.has_keys and (_rejects(parts.jaxpr) or _seeds(parts.jaxpr)):
         return None
-    if not reference.has_keys and not reference.computes_narrow:
+    is_narrow = parts.dtype.itemsize < 4
+    widens = is_narrow and can_widen(parts.jaxpr)
+    if not reference.has_keys and not widens:
         return reference, parts
-    other = reference.with_draws_alike() if reference.has_keys else reference
+    other = reference.comparable(widens)
+    has_rule = any(e.primitive.name == "custom_vjp_call" for e in _compat.every_eqn(parts.jaxpr))
     try:
-        return other, other.replay(differentiate=differentiate)
+        return other, other.replay(differentiate=not (is_narrow and has_rule))
     except Exception:
         # Broad, because the user's loss runs on keys of a kind that it has never seen: it may look
         # into them and raise whatever it likes, as does JAX where it cannot draw from them.
