@@ -1,5 +1,6 @@
 """Fields in `mutable=`: integers, keys, means and queues that a loss updates."""
 
+import re
 from typing import Any
 
 import jax
@@ -164,6 +165,24 @@ def test_verify_tells_what_counts_a_part_alone():
     assert "parts of the batch update c/queue, in mutable=, and a step keeps" in report.notes[0]
     assert "jax.lax.all_gather(x, 'data', tiled=True)" in report.notes[0]
     assert zerojax.verify(step, placed(QUEUE), X, whole_batch=False).ok
+
+
+@pytest.mark.parametrize(
+    ("total", "accumulate", "message"),
+    [
+        (lambda x: x, 1, r"numbers of c/total \(101.\d+ and 109.\d+\), .*psum\(x, 'data'\), or"),
+        (lambda x: lax.psum(x, "data"), 1, None),
+        (lambda x: lax.psum(x, "data"), 2, r"psum\(x, 'data'\), times 2, or accept"),
+    ],
+)
+def test_verify_tells_a_sum_of_floats_whose_mean_a_step_keeps(total, accumulate, message):
+    new = lambda params, x, c: {"total": c["total"] + total(jnp.abs(x).sum(0))}
+    step = zerojax.train_step(updating(new), mutable="c", accumulate=accumulate)
+    report = zerojax.verify(step, placed({"total": 100 * jnp.ones(16)}), X)
+    wrong = ["c/total on the whole batch"] if message else []
+    assert [check.path for check in report.wrong] == wrong, str(report)
+    assert not message or re.search(message, report.causes[0]), report.causes[0]
+    assert len(report.causes) == len(wrong)
 
 
 def test_a_field_returned_without_mutable_is_warned_of_and_metrics_are_not():

@@ -81,6 +81,8 @@ def test_exact_means_and_aux_are_compared():
     assert report.ok, str(report)
     compared = {c.path for c in report.checks if c.kind == "aux"}
     assert compared == {f"aux/{name}" for name in ("rows", "mean", "count")}
+    (note,) = report.notes
+    assert "differ in count (16 and 64), in aux" in note and "Return a count as a frac" in note
     whole = float(jax.jit(masked_loss)(W, MASKED))
     assert list(report.losses.values()) == pytest.approx([whole] * 3, rel=1e-5)
 

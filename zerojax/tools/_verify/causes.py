@@ -290,7 +290,7 @@ def _other_splits(reference: Reference) -> Iterator[tuple[str, list[_batch.Role]
 def check_fields_of_parts(report: Verification, reference: Reference, parts: Replayed) -> None:
     """Checks that all parts agree on leaves without a mean: a step keeps the first part's."""
     wrong = []
-    for name, each, _, _, has_no_mean in _fields_of(reference, parts, parts):
+    for name, each, _, _, has_no_mean in _aux_of(reference, parts, parts):
         differs = np.any(each != each[:1], axis=0)
         if has_no_mean and np.any(differs):
             first = np.broadcast_to(each[:1], each.shape)
@@ -305,21 +305,31 @@ def check_fields_of_parts(report: Verification, reference: Reference, parts: Rep
         )
 
 
-def check_fields_of_whole(
+def check_aux_of_whole(
     report: Verification, reference: Reference, parts: Replayed, whole: Replayed, tolerance: float
 ) -> None:
     """Checks that counts are those of the whole batch; other means that differ get a note."""
-    counts, means = [], []
-    for name, each, kept, of_whole, has_no_mean in _fields_of(reference, parts, whole):
-        parts_differ = np.any(each != each[:1])
-        off = _compare.difference(kept, of_whole)
-        if has_no_mean and not parts_differ and np.any(off):
+    counts, means, metrics = [], [], []
+    before = {leaf.name: leaf.value for leaf in _state.leaves_of(reference.state)}
+    for name, each, kept, of_whole, has_no_mean in _aux_of(reference, parts, whole):
+        if kept.shape != of_whole.shape:
+            continue  # it has a row for each example
+        parts_differ, off = np.any(each != each[:1]), _compare.difference(kept, of_whole)
+        limit = 0 if has_no_mean else tolerance * max(map(_compare.largest, (each, of_whole)))
+        if not np.any(off > limit):
+            continue
+        pair = " and ".join(_element(x, off > limit) for x in (kept, of_whole))
+        if has_no_mean is None:
+            metrics.append(f"{name} ({pair})")
+            continue
+        old = _compare.numbers(before.get(name, of_whole))
+        times = [n * (kept - old) for n in (reference.ways, reference.microbatches)]
+        is_sum = any(np.all(abs(x - (of_whole - old)) <= limit) for x in times)
+        if not parts_differ if has_no_mean else is_sum:
             where = f"{name} on the whole batch"
-            report.checks.append(_compare.compare(where, "field", kept, of_whole, 0))
-            part, all_of_it = (_element(x, kept != of_whole) for x in (kept, of_whole))
-            counts.append(f"{name} ({part} and {all_of_it})")
-        limit = tolerance * np.max(np.abs(of_whole), initial=0.0)
-        if not has_no_mean and parts_differ and np.any(off > limit):
+            report.checks.append(_compare.compare(where, "field", kept, of_whole, limit))
+            counts.append(f"{name} ({pair})")
+        elif not has_no_mean and parts_differ:
             means.append(name)
     if counts:
         times = f", times {count}" if (count := reference.microbatches) > 1 else ""
@@ -332,26 +342,32 @@ def check_fields_of_whole(
         report.notes.append(
             f"The parts of the batch update {few(means)}, in mutable=, and a step keeps the "
             "mean of their results; the whole batch gives another. That is right for running "
-            "statistics and wrong for a queue: put the rows of all devices into it, "
+            f"statistics, and wrong for sums, jax.lax.psum(x, {reference.axis_name}), and a queue: "
+            "put the rows of all devices into it, "
             f"jax.lax.all_gather(x, {reference.axis_name}, tiled=True)."
+        )
+    if metrics:
+        report.notes.append(
+            f"The mean over the parts and the whole batch differ in {few(metrics)}, in aux, and "
+            "a step returns the mean. Return a count as a fraction, and take another mean over "
+            f"all devices, jax.lax.pmean(x, {reference.axis_name})."
         )
 
 
-def _fields_of(
+def _aux_of(
     reference: Reference, parts: Replayed, whole: Replayed
-) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray, bool]]:
-    """Yields leaves of fields by name: of each part, as a step keeps them, and of the whole batch;
-    and whether they have no mean."""
+) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray, bool | None]]:
+    """Yields leaves of aux by name: of each part, as a step keeps them, and of the whole batch; and
+    whether they have no mean, or None where they are in no field."""
     names = reference.recipe.options.mutable
-    if not names:
-        return
     others = (jax.tree.leaves(_reference.averaged(x.aux, names)) for x in (parts, whole))
     for leaf, *values in zip(_state.leaves_with_paths(parts.aux), *others, strict=True):
-        if _fields.is_field(leaf.path, names):
-            each, kept, of_whole = map(_compare.numbers, (leaf.value, *values))
-            yield leaf.name, each, kept, of_whole, _fields.has_no_mean(leaf.path, leaf.value, names)
+        each, kept, of_whole = map(_compare.numbers, (leaf.value, *values))
+        has_no_mean = _fields.has_no_mean(leaf.path, leaf.value, names)
+        is_field = _fields.is_field(leaf.path, names)
+        yield leaf.name, each, kept, of_whole, has_no_mean if is_field else None
 
 
 def _element(value: np.ndarray, differs: np.ndarray) -> str:
     """Shows the first element that differs."""
-    return f"{value.reshape(-1)[np.argmax(differs)]:.0f}"
+    return f"{value.reshape(-1)[np.argmax(differs)]:.10g}"

@@ -261,7 +261,7 @@ def _compare_meaning(
         report.checks += checks
         if any(check.is_wrong for check in checks):
             report.causes.append(_causes.of_the_gradients(reference))
-    _causes.check_fields_of_whole(report, reference, compared, whole, tolerance)
+    _causes.check_aux_of_whole(report, reference, compared, whole, tolerance)
 
 
 def _comparable(reference: Reference, parts: Replayed) -> tuple[Reference, Replayed] | None:
