@@ -27,6 +27,7 @@ from tests.verify.steps import (
     squares,
     verified,
 )
+from zerojax.tools._verify.reference import Reference
 
 PARTS, WHOLE = "mean over the parts", "the whole batch at once"
 PLAIN = float(np.sum((X @ W["w"]) ** 2, -1).mean())
@@ -51,6 +52,20 @@ def test_dropout_passes_and_is_compared_with_the_whole_batch():
     assert list(report.losses) == ["the step", PARTS, *names]
     assert [report.losses[name] for name in names] == pytest.approx([PLAIN, PLAIN], rel=1e-5)
     assert report.losses["the step"] != pytest.approx(PLAIN, rel=0.1)
+
+
+def test_gradients_of_a_whole_batch_that_does_not_fit_are_not_compared(monkeypatch):
+    replay = Reference.replay
+
+    def out_of_memory(self, split=None, *args, differentiate=True, **named):
+        if split == self.in_one and differentiate:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+        return replay(self, split, *args, differentiate=differentiate, **named)
+
+    monkeypatch.setattr(Reference, "replay", out_of_memory)
+    report = verified()
+    assert report.ok and "activations of the whole batch do not fit" in report.notes[0]
+    assert list(report.losses.values()) == pytest.approx([PLAIN] * 3, rel=1e-6)
 
 
 def until_large(rng):

@@ -34,6 +34,10 @@ NOTHING_TO_COMPARE = (
     "compare. Find the operation with the plain loss of a part, under jax.debug_nans(True), and "
     "verify with a batch and a state that are finite."
 )
+NO_MEMORY = (
+    "The activations of the whole batch do not fit in memory, so its gradients are not compared. "
+    "To compare them, verify a smaller batch."
+)
 DRAWS_DIFFER = (
     "Each part has its own key, so the whole batch's loss is another sample and is not compared. "
     "To learn whether a part means the same, verify a loss without randomness."
@@ -244,7 +248,9 @@ def _compare_meaning(
     where += ", all random numbers alike" if reference.has_keys else ""
     if compared is not parts:
         report.losses[f"mean over the parts{where}"] = compared.loss
-    whole = reference.replay(reference.in_one, differentiate=compared.grads is not None)
+    whole = _at_once(reference, differentiate=compared.grads is not None)
+    if compared.grads is not None and whole.grads is None:
+        report.notes.append(NO_MEMORY)
     report.losses[f"the whole batch at once{where}"] = whole.loss
     if tolerance is None:
         rounding = _compare.tolerance_for([whole.dtype], reference.device.platform)
@@ -262,6 +268,16 @@ def _compare_meaning(
         if any(check.is_wrong for check in checks):
             report.causes.append(_causes.of_the_gradients(reference))
     _causes.check_aux_of_whole(report, reference, compared, whole, tolerance)
+
+
+def _at_once(reference: Reference, differentiate: bool) -> Replayed:
+    """Replays the whole batch, without gradients where its activations do not fit in memory."""
+    try:
+        return reference.replay(reference.in_one, differentiate=differentiate)
+    except jax.errors.JaxRuntimeError as error:
+        if not (differentiate and _compat.said(error, _compat.OUT_OF_MEMORY)):
+            raise
+    return reference.replay(reference.in_one, differentiate=False)
 
 
 def _comparable(reference: Reference, parts: Replayed) -> tuple[Reference, Replayed] | None:
